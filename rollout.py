@@ -1,0 +1,487 @@
+"""Rollout: conversations written as coroutines, and the sampler that decodes hundreds of them together.
+
+`converse` is one episode, to be read like the paper's trajectory: o_user, (tool call, o_db)*, message,
+o_user, … It yields a `Sample` whenever it wants tokens. `rollout` drives many such coroutines: all that ask
+the same `Sampler` decode in one batch, and one that finishes makes room for the next. `EXITS` says what each
+way to end is worth.
+
+Deliberately not here: what a user says (user_sim.py), what a tool does (tools.py), and anything about
+training.
+"""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chat import Call, Chat, Context, Malformed, Role, Sample, Say, ToolCalls, parse
+from model import Decoder, KVCache
+
+# ---------------------------------------------------------------- how a conversation ends
+
+
+class Exit(NamedTuple):
+    """What an ending is worth. `trained` is "overlong" where the option `--overlong train|mask` decides."""
+
+    reward: str  # "graded": the world's verdict; "zero"; "none": nobody's mistake, no reward
+    counts: bool  # in the group's mean and standard deviation
+    trained: bool | str
+
+
+EXITS = {
+    "user_ended": Exit("graded", True, True),
+    "transferred": Exit("graded", True, True),
+    "turn_limit": Exit("zero", True, True),
+    "malformed": Exit("zero", True, True),
+    "reply_full": Exit("zero", True, "overlong"),
+    "context_full": Exit("zero", True, "overlong"),
+    "user_failed": Exit("none", False, False),
+}  # our own bug is no exit: it raises
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_turns: agent's turns an episode; max_new: tokens a turn; max_len: tokens of the agent's whole
+    context; max_malformed: malformed turns in a row that end the episode."""
+
+    max_turns: int
+    max_new: int
+    max_len: int
+    max_malformed: int
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One finished episode: the agent's context, at most max_len tokens long, and how it went."""
+
+    task: str
+    kind: str
+    split: str
+    member: int  # which of the group's G
+    stream: tuple[int, ...]
+    ids: tuple[int, ...]
+    roles: tuple[int, ...]
+    logprobs: tuple[float, ...]  # nan where nothing was sampled
+    exit: str
+    reward: float | None  # None: the episode says nothing about the agent
+    diff: tuple[str, ...]  # how the final database differs from the goal, and what was left untold
+    turns: tuple[dict, ...] = field(
+        repr=False
+    )  # {"role": "user" | "agent" | "call" | "tool", "text"}, to be read
+    metrics: dict[str, Any] = field(repr=False)
+    user_ids: tuple[int, ...] = field(
+        repr=False, default=()
+    )  # the language-model user's context, if there was one
+
+
+def converse(
+    task, domain, user, chat: Chat, limits: Limits, stream: tuple[int, ...], member: int = 0
+) -> Generator[Sample, None, Trajectory]:
+    """One episode, from the user's first words to an exit.
+
+    `user` is the simulated user of this task; its `open()` and `reply(text)` are coroutines too. A turn of
+    the agent is one message or some tool calls, which are executed in order and each get a result; prose
+    beside calls is not said to the user. Errors of `domain` and `user` that are our own bugs propagate.
+    """
+    world, ctx, log = domain.world(task), chat.start(domain.system, domain.tools, stream), Log()
+
+    def finish(exit: str) -> Trajectory:
+        return _finish(task, world, user, chat, limits, ctx, log, exit, member)
+
+    heard = yield from user.open()
+    log.add("user", heard.text)
+    if heard.ended or heard.failed:
+        return finish("user_failed" if heard.failed else "user_ended")
+    chat.hear(ctx, heard.text)
+    for _ in range(limits.max_turns):
+        if (room := limits.max_len - len(ctx.ids)) <= 0:
+            return finish("context_full")
+        yield Sample("agent", ctx, min(limits.max_new, room))
+        text = chat.said(ctx)
+        if len(ctx.ids) == ctx.open_turn or ctx.ids[-1] not in chat.end_ids:  # the turn was cut
+            log.add("agent", text)
+            return finish("context_full" if ctx.full or len(ctx.ids) >= limits.max_len else "reply_full")
+        action = parse(text)
+        log.turn(action, text)
+        match action:
+            case ToolCalls(calls):
+                results = [_execute(world, call, log) for call in calls if not world.transferred]
+                if world.transferred:
+                    return finish("transferred")
+                chat.observe(ctx, results)
+            case Malformed(why):
+                chat.observe(ctx, [log.add("tool", f"Error: {why}")])
+            case Say(text):
+                world.tell(text)
+                heard = yield from user.reply(text)
+                log.add("user", heard.text)
+                if heard.ended or heard.failed:
+                    return finish("user_failed" if heard.failed else "user_ended")
+                chat.hear(ctx, heard.text)
+        if log.malformed_in_a_row >= limits.max_malformed:
+            return finish("malformed")
+    return finish("turn_limit")
+
+
+class Log:
+    """What was said and done, for people and for the curves. Nothing in it is trained on."""
+
+    def __init__(self):
+        self.turns: list[dict] = []
+        self.tools: Counter[str] = Counter()
+        self.agent_turns = self.malformed = self.malformed_in_a_row = 0
+
+    def add(self, role: str, text: str | None) -> str:
+        if text:
+            self.turns.append({"role": role, "text": text})
+        return text or ""
+
+    def turn(self, action: Say | ToolCalls | Malformed, text: str) -> None:
+        """Counts a turn. Malformed is one in which nothing could be used: no message, no good call."""
+        self.agent_turns += 1
+        bad = isinstance(action, Malformed)
+        if isinstance(action, ToolCalls):
+            bad = not any(isinstance(call, Call) for call in action.calls)
+            self.tools.update(call.name for call in action.calls if isinstance(call, Call))
+        self.malformed += bad
+        self.malformed_in_a_row = self.malformed_in_a_row + 1 if bad else 0
+        self.add("call" if isinstance(action, ToolCalls) else "agent", text)
+
+
+def _execute(world, call: Call | Malformed, log: Log) -> str:
+    if isinstance(call, Malformed):
+        return log.add("tool", f"Error: {call.why}")
+    return log.add("tool", world.call(call.name, call.arguments))
+
+
+def _finish(task, world, user, chat, limits, ctx: Context, log: Log, exit: str, member: int) -> Trajectory:
+    chat.close(ctx)  # a cut turn gets the template's end, which is never trained
+    verdict = world.reward()
+    reward = {"graded": verdict.value, "zero": 0.0, "none": None}[EXITS[exit].reward]
+    n = limits.max_len  # a result that did not fit brought the context over; nothing beyond was sampled
+    sampled = ctx.roles.count(Role.AGENT)
+    user_ctx = getattr(user, "ctx", None)
+    metrics = {
+        "turns": log.agent_turns,
+        "tokens": min(n, len(ctx.ids)),
+        "agent_tokens": sampled,
+        "malformed": log.malformed,
+        "tools": dict(log.tools),
+    }
+    return Trajectory(
+        task.id,
+        task.kind,
+        task.split,
+        member,
+        tuple(ctx.stream),
+        tuple(ctx.ids[:n]),
+        tuple(ctx.roles[:n]),
+        tuple(ctx.logprobs[:n]),
+        exit,
+        reward,
+        (*verdict.diff, *(f"not told: {fact}" for fact in verdict.untold)),
+        tuple(log.turns),
+        metrics,
+        tuple(user_ctx.ids) if user_ctx is not None else (),
+    )
+
+
+# ---------------------------------------------------------------- the scheduler
+
+
+def rollout(
+    conversations: Iterable[Generator[Sample, Any, Any]],
+    samplers: dict[str, "Sampler"],
+    on_done: Callable[[int, Any], None] | None = None,
+) -> list:
+    """Runs every conversation to its end; returns what each returned, in the order given.
+
+    At most as many are open at a time as the samplers have slots for; `samplers` goes by speaker, and two
+    speakers may share one. `on_done(index, result)` is called as each ends. An exception in any of them ends
+    the rollout: it is a bug of ours, and every open conversation is closed.
+    """
+    waiting, results = enumerate(conversations), {}
+    engines = list(dict.fromkeys(samplers.values()))
+    room = min(s.slots // sum(other is s for other in samplers.values()) for s in engines)
+    opened: dict[int, tuple[Generator, dict[Context, Sampler]]] = {}
+    owner: dict[Context, int] = {}
+
+    def advance(index: int, ctx: Context | None) -> None:
+        talk, contexts = opened[index]
+        try:
+            sample = talk.send(ctx)
+        except StopIteration as stop:
+            results[index] = stop.value
+            for used, sampler in opened.pop(index)[1].items():
+                sampler.release(used)
+                owner.pop(used, None)
+            if on_done is not None:
+                on_done(index, stop.value)
+            return
+        contexts[sample.ctx] = samplers[sample.speaker]
+        owner[sample.ctx] = index
+        samplers[sample.speaker].submit(sample)
+
+    try:
+        while True:
+            while len(opened) < max(1, room) and (new := next(waiting, None)) is not None:
+                opened[new[0]] = (new[1], {})
+                advance(new[0], None)
+            if not opened:
+                return [results[i] for i in sorted(results)]
+            for sampler in engines:
+                for ctx in sampler.step():
+                    advance(owner[ctx], ctx)
+    finally:
+        for talk, contexts in opened.values():
+            talk.close()
+            for ctx, sampler in contexts.items():
+                sampler.release(ctx)
+
+
+# ---------------------------------------------------------------- the sampler
+
+FRACTION = 8
+CHUNK = 512  # a longer prompt is prefilled in pieces
+SHARED = 32  # a shared beginning shorter than this is not worth copying
+
+
+class Sampler:
+    """Batched sampling with one set of weights and a static KV cache of `slots` rows, `max_len` tokens each.
+
+    A context keeps its slot, and so its keys and values, between turns until `release`; when slots run out,
+    the one longest idle is dropped and computed again when it comes back. `temperature` 0 is greedy
+    (log-probs are then those at temperature 1). A turn ends with a token of `end_ids`, after `max_new`
+    tokens, or when the context is full.
+    """
+
+    def __init__(
+        self, model: Decoder, end_ids: Iterable[int], slots: int, max_len: int, temperature: float = 1.0
+    ):
+        self.model, self.end_ids = model, frozenset(end_ids)
+        self.slots, self.max_len, self.temperature = slots, max_len, temperature
+        head = model.head
+        self.device = head.device
+        self.cache = KVCache(model.cfg, slots, max_len, head.dtype, head.device)
+        self.held: list[Context | None] = [None] * slots
+        self.slot_of: dict[Context, int] = {}  # in order of use: the first has been idle longest
+        self.cached = np.zeros(slots, dtype=np.int64)  # how many of its context's tokens a slot holds
+        self.left = [0] * slots  # tokens the open turn may still take
+        self.free = list(range(slots))  # a heap: low slots first keeps the decoded block dense
+        self.pending: list[Sample] = []
+        self.active: list[int] = []  # slots being decoded, ascending
+        self.prefixes: dict[tuple[int, ...], int] = {}  # shared beginning → a slot that holds it
+        self.sampled_tokens = self.prefilled_tokens = self.steps = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self.active or self.pending)
+
+    def submit(self, sample: Sample) -> None:
+        """Asks for one turn; `step` will return the context when it is finished."""
+        self.pending.append(sample)
+
+    def release(self, ctx: Context) -> None:
+        """The context will not come back: its slot is free (unknown contexts are ignored)."""
+        self.pending = [s for s in self.pending if s.ctx is not ctx]
+        if (slot := self.slot_of.pop(ctx, None)) is not None:
+            self.active = [s for s in self.active if s != slot]
+            self.held[slot] = None
+            heapq.heappush(self.free, slot)
+
+    def weights_changed(self) -> None:
+        """Forgets every key and value: they were made by other weights. Not in the middle of a turn."""
+        assert not self.active, "weights changed while a turn was being sampled"
+        self.cached[:] = 0
+        self.prefixes.clear()
+
+    @torch.inference_mode()
+    def step(self) -> list[Context]:
+        """One token for every row that decodes, more for those that begin; returns the contexts whose turn
+        ended.
+
+        Rows that wait for prefill wait until a batch of them is worth the call. Context.full is set where
+        room ran out.
+        """
+        done = []
+        if self.pending and FRACTION * len(self.pending) >= len(self.active):
+            done += self._prefill()
+        if self.active:
+            done += self._decode()
+        return done
+
+    # ------------------------------------------------------------ beginning a turn
+
+    def _prefill(self) -> list[Context]:
+        """Begins the pending turns: caches what their contexts gained, and samples each one's first token."""
+        rows = self._admit()
+        done = [self.held[slot] for slot in rows if self.left[slot] <= 0]
+        rows = [slot for slot in rows if self.left[slot] > 0]
+        first = [slot for slot in rows if self._share(slot)]
+        done += self._feed(first)
+        if second := [slot for slot in rows if slot not in set(first)]:
+            assert all([self._share(slot) for slot in second])
+            done += self._feed(second)
+        return done
+
+    def _admit(self) -> list[int]:
+        """Slots for the pending turns, as far as they go. A turn without room for one token gets left = 0."""
+        rows, later = [], []
+        wanted, active = {s.ctx for s in self.pending}, set(self.active)
+        idle = (c for c in list(self.slot_of) if c not in wanted and self.slot_of[c] not in active)
+        for sample in self.pending:
+            ctx, slot = sample.ctx, self.slot_of.pop(sample.ctx, None)
+            if slot is None and not self.free and (oldest := next(idle, None)) is not None:
+                self.release(oldest)
+            if slot is None and not self.free:
+                later.append(sample)
+                continue
+            if slot is None:
+                slot = self._claim(heapq.heappop(self.free), ctx)
+            self.slot_of[ctx] = slot  # the last in order of use
+            ctx.full = len(ctx.ids) >= self.max_len
+            self.left[slot] = 0 if ctx.full else sample.max_new
+            rows.append(slot)
+        self.pending = later
+        return rows
+
+    def _claim(self, slot: int, ctx: Context) -> int:
+        """A free slot for a new context; what it held is forgotten, unless it begins just like this one."""
+        key = _beginning(ctx)
+        keep = len(key) if self.prefixes.get(key) == slot else 0
+        if not keep:
+            self.prefixes = {k: s for k, s in self.prefixes.items() if s != slot}
+        self.held[slot], self.cached[slot] = ctx, keep
+        return slot
+
+    def _share(self, slot: int) -> bool:
+        """Copies a beginning that another slot holds. False: that slot is not fed yet; ask again then."""
+        key = _beginning(self.held[slot])
+        if self.cached[slot] > 0 or len(key) < SHARED:
+            return True
+        holder = self.prefixes.setdefault(key, slot)
+        if holder == slot:
+            return True
+        if self.cached[holder] < len(key):
+            return False
+        self.cache.copy(holder, torch.tensor([slot], device=self.device), len(key))
+        self.cached[slot] = len(key)
+        return True
+
+    def _feed(self, rows: list[int]) -> list[Context]:
+        """Caches the new tokens of `rows`, in batches of like length, and samples the next token of each."""
+        ready, hiddens = [], []
+        while rows:
+            lengths = {s: min(len(self.held[s].ids) - int(self.cached[s]), CHUNK) for s in rows}
+            rows = []
+            for batch in _batches(lengths):
+                n = [lengths[s] for s in batch]
+                ids = np.zeros((len(batch), max(n)), dtype=np.int64)  # right padding; its keys are never read
+                for row, slot in enumerate(batch):
+                    at = int(self.cached[slot])
+                    ids[row, : n[row]] = self.held[slot].ids[at : at + n[row]]
+                hidden = self._forward(ids, np.array(batch), self.cached[batch])  # [R, L, H]
+                self.cached[batch] += n
+                self.prefilled_tokens += sum(n)
+                whole = [r for r, s in enumerate(batch) if self.cached[s] == len(self.held[s].ids)]
+                rows += [s for r, s in enumerate(batch) if r not in set(whole)]
+                ready += [batch[r] for r in whole]
+                hiddens.append(hidden[whole, [n[r] - 1 for r in whole]])
+        return self._choose(torch.cat(hiddens), ready) if ready else []
+
+    # ------------------------------------------------------------ one token more
+
+    def _decode(self) -> list[Context]:
+        rows = self.active
+        contexts = [self.held[s] for s in rows]
+        tokens = [ctx.ids[-1] for ctx in contexts]
+        starts = self.cached[rows]
+        # The newest token, an end token before it included, must be the only one not yet cached.
+        assert starts.tolist() == [len(ctx.ids) - 1 for ctx in contexts], "the cache lost step with a context"
+        reach = rows[-1] + 1
+        if (
+            2 * len(rows) > reach
+        ):  # decode idle slots too: cheaper than gathering keys and values out of the block
+            ids = np.zeros((reach, 1), dtype=np.int64)
+            ids[rows, 0] = tokens
+            hidden = self._forward(ids, None, self.cached[:reach])[
+                :, 0
+            ]  # an idle row writes past its own end
+            hidden = hidden if len(rows) == reach else hidden[rows]
+        else:
+            hidden = self._forward(np.array(tokens)[:, None], np.array(rows), starts)[:, 0]
+        self.cached[rows] += 1
+        self.steps += 1
+        self.active = []
+        return self._choose(hidden, rows)
+
+    def _forward(self, ids: np.ndarray, slots: np.ndarray | None, starts: np.ndarray) -> Tensor:
+        """ids [R, L], slots [R] or None for 0..R−1, starts [R] → hidden [R, L, H]."""
+        upto = int(starts.max()) + ids.shape[1]
+        R, L = ids.shape
+        packed = np.empty((R, L + 2), dtype=np.int64)  # one transfer for all three
+        packed[:, :L], packed[:, L], packed[:, L + 1] = ids, starts, 0 if slots is None else slots
+        packed = torch.from_numpy(packed).to(self.device)
+        slots = None if slots is None else packed[:, L + 1]
+        return self.model.forward_cached(packed[:, :L], self.cache, slots, packed[:, L], upto=upto)
+
+    def _choose(self, hidden: Tensor, rows: list[int]) -> list[Context]:
+        """A token for each row, from hidden [R, H]. Returns the contexts whose turn is over."""
+        logits = (hidden @ self.model.head.T).float()  # [R, V]
+        contexts = [self.held[s] for s in rows]
+        if self.temperature == 0:
+            logp = torch.log_softmax(logits, -1)
+            token = logits.argmax(-1, keepdim=True)  # [R, 1]
+        else:
+            logp = torch.log_softmax(logits / self.temperature, -1)
+            u = torch.tensor([[ctx.uniform()] for ctx in contexts], dtype=torch.float64).to(self.device)
+            token = inverse_cdf(logp, u)
+        pairs = torch.cat([token.double(), logp.gather(-1, token).double()], -1).tolist()
+        done, active = [], []
+        for slot, ctx, (token, logprob) in zip(rows, contexts, pairs, strict=True):
+            if not math.isfinite(logprob):
+                raise FloatingPointError(f"sampled a token with log-prob {logprob}: the weights are broken")
+            ctx.sampled(int(token), logprob)
+            self.left[slot] -= 1
+            over = int(token) in self.end_ids
+            ctx.full = not over and len(ctx.ids) >= self.max_len
+            (done if over or ctx.full or not self.left[slot] else active).append((slot, ctx))
+        self.sampled_tokens += len(rows)
+        self.active = sorted([*self.active, *(slot for slot, _ in active)])
+        return [ctx for _, ctx in done]
+
+
+def inverse_cdf(logp: Tensor, u: Tensor) -> Tensor:
+    """The token where the cumulated probability first exceeds u. logp [R, V], u [R, 1] in [0, 1) → [R, 1].
+
+    In float64, and never a token of probability 0.
+    """
+    cdf = logp.exp().cumsum(-1, dtype=torch.float64)  # [R, V]
+    below = torch.nextafter(cdf[:, -1:], torch.zeros_like(u))
+    # The clamp is for NaN only, which is to be reported by its log-prob.
+    return torch.searchsorted(cdf, torch.minimum(u * cdf[:, -1:], below), right=True).clamp_(max=logp.shape[1] - 1)
+
+
+def _beginning(ctx: Context) -> tuple[int, ...]:
+    """What contexts of one domain or task may have in common: all up to the first word anybody said."""
+    said = (i for i, role in enumerate(ctx.roles) if role not in (Role.SYSTEM, Role.TEMPLATE))
+    return tuple(ctx.ids[: min(next(said, len(ctx.ids)), len(ctx.ids) - 1)])  # one token is left to feed
+
+
+def _batches(lengths: dict[int, int], tokens: int = 4096) -> list[list[int]]:
+    """Slots in batches of like length, so padding stays below about half, of at most `tokens` tokens."""
+    batches: list[list[int]] = []
+    for slot in sorted(lengths, key=lambda s: (lengths[s], s)):
+        n, last = lengths[slot], batches[-1] if batches else []
+        if last and n <= 2 * lengths[last[0]] + 8 and n * (len(last) + 1) <= tokens:
+            last.append(slot)
+        else:
+            batches.append([slot])
+    return batches

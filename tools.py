@@ -1,0 +1,208 @@
+"""What a domain is made of: tools, tasks, private worlds and rewards. No torch, no conversation, no model.
+
+A *domain* is an object with
+    name, system (prompt text), greeting (what an agent says on picking up the phone), tools (JSON schemas),
+    tasks(split, n, seed) → list[Task],  world(task) → World,
+    instruction(task) → str (only the user sees it),  script(task, style) → a scripted user of `user_sim`,
+    demonstrator() / baselines() → scripted agents (see `play`).
+What it leaves out: words about *how* an agent or a user speaks; those are the domain's own.
+"""
+
+import copy
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from chat import Call
+
+
+class ToolError(Exception):
+    """A tool refuses. The text goes to the agent as an observation; the database must be unchanged."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something the agent must tell the user: one of `values` (a closed list), namely `value`."""
+
+    value: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to do. `db` is {table: {key: row}}; it is shared by all worlds of the task and never written to."""
+
+    id: str
+    split: str
+    kind: str
+    db: dict[str, dict[str, Any]] = field(repr=False)
+    gold: tuple[Call, ...]
+    told: tuple[Fact, ...]
+    wants: Any = field(repr=False)  # what the user wants, in the domain's own terms
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The verdict on a finished episode. value ∈ {0., 1.}: 1 iff `diff` and `untold` are both empty."""
+
+    value: float
+    diff: tuple[str, ...]  # how the final database differs from the goal
+    untold: tuple[str, ...]  # facts that had to be told and were not
+
+
+def schema(tool: Callable) -> dict:
+    """The JSON schema of a tool from its signature and docstring (first line; `name: text` lines describe arguments)."""
+    lines = inspect.getdoc(tool).splitlines()
+    notes = dict(re.findall(r"^(\w+): (.+)$", "\n".join(lines[1:]), re.M))
+    names = {str: "string", int: "integer", float: "number", bool: "boolean"}
+    hints = get_type_hints(tool)
+    arguments = [p for p in inspect.signature(tool).parameters if p != "world"]
+    properties = {p: {"type": names[hints[p]], "description": notes.get(p, p)} for p in arguments}
+    parameters = {"type": "object", "properties": properties, "required": arguments}
+    return {
+        "type": "function",
+        "function": {"name": tool.__name__, "description": lines[0], "parameters": parameters},
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    """Exact equality of JSON values: key order never matters, list order does, and 1, 1.0, "1", True all differ."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+class World:
+    """One episode's private database: a shared base plus the rows this episode has written (copy on write).
+
+    Resetting costs nothing whatever the database's size, and comparing two worlds looks at written rows only.
+    """
+
+    def __init__(self, task: Task, tools: dict[str, Callable]):
+        self.task, self.tools = task, tools
+        self.written: dict[tuple[str, str], Any] = {}  # (table, key) → this episode's own row
+        self.identified: set[str] = set()  # customers the agent has identified
+        self.transferred = False
+        self.calls: list[Call] = []
+        self.messages: list[str] = []  # what the agent told the user
+
+    def rows(self, table: str):
+        """The keys of a table."""
+        return self.task.db[table].keys() | {k for t, k in self.written if t == table}
+
+    def read(self, table: str, key: str) -> Any:
+        """A row, to look at and not to touch, or None."""
+        return self.written.get((table, key), self.task.db[table].get(key))
+
+    def edit(self, table: str, key: str) -> Any:
+        """A row, to write to: the first time it is copied out of the shared base."""
+        if (table, key) not in self.written:
+            self.written[table, key] = copy.deepcopy(self.task.db[table][key])
+        return self.written[table, key]
+
+    def call(self, name: str, arguments: dict) -> str:
+        """Run a tool. Always returns an observation; a call that the tool refuses changes nothing."""
+        self.calls.append(Call(name, arguments))
+        try:
+            return self._call(name, arguments)
+        except ToolError as error:
+            return f"Error: {error}"
+
+    def _call(self, name: str, arguments: dict) -> str:
+        if name not in self.tools:
+            raise ToolError("unknown tool")
+        tool = self.tools[name]
+        hints = {k: t for k, t in get_type_hints(tool).items() if k not in ("world", "return")}
+        if arguments.keys() != hints.keys():
+            raise ToolError(f"{name} takes {', '.join(hints) or 'nothing'}")
+        for key, value in arguments.items():
+            if type(value) is not hints[key]:
+                raise ToolError(f"{key} must be {hints[key].__name__}")
+        result = tool(self, **arguments)
+        return result if isinstance(result, str) else json.dumps(result)
+
+    def tell(self, text: str) -> None:
+        """Record a message from the agent to the user; facts are looked for in these."""
+        self.messages.append(text)
+
+    def reward(self) -> Reward:
+        """1 iff the database equals the one that the gold actions give and every fact was told. Changes nothing."""
+        diff = tuple(difference(goal_rows(self.task, self.tools), self.written, self.task.db))
+        untold = tuple(missing_facts(self.task.told, self.messages))
+        return Reward(float(not diff and not untold), diff, untold)
+
+
+def goal_rows(task: Task, tools: dict[str, Callable]) -> dict[tuple[str, str], Any]:
+    """The rows that the gold actions write, found by playing them in a world of their own. Errors: a refused gold action."""
+    world = World(task, tools)
+    world.identified = set(task.db.get("customers", ()))
+    for call in task.gold:
+        if (result := world.call(call.name, call.arguments)).startswith("Error"):
+            raise AssertionError(f"task {task.id}: gold action {call} is refused: {result}")
+    return world.written
+
+
+def difference(goal: dict, written: dict, base: dict) -> list[str]:
+    """One line for each field in which the written rows differ from the goal's; rows nobody wrote are equal by nature."""
+    lines = []
+    for table, key in sorted(goal.keys() | written.keys()):
+        want = goal.get((table, key), base[table].get(key))
+        have = written.get((table, key), base[table].get(key))
+        if same(want, have):
+            continue
+        if isinstance(want, dict) and isinstance(have, dict):
+            fields = [f for f in sorted(want.keys() | have.keys()) if not same(want.get(f), have.get(f))]
+            lines += [f"{table} {key} {f}: {have.get(f)!r}, goal {want.get(f)!r}" for f in fields]
+        else:
+            lines.append(f"{table} {key}: {have!r}, goal {want!r}")
+    return lines
+
+
+def missing_facts(told: tuple[Fact, ...], messages: list[str]) -> list[str]:
+    """The facts that were not told. For each closed list of values, what the agent ever named must be exactly what had
+    to be told: an agent that names every weekday has told none. Values match as whole words: "$42" does not tell "$4".
+    """
+    text, missing = "\n".join(messages), []
+    for values in dict.fromkeys(f.values for f in told):
+        needed = {f.value for f in told if f.values == values}
+        named = {v for v in values if re.search(rf"(?<![\w$]){re.escape(v)}(?!\w)", text)}
+        if named != needed:
+            missing += sorted(needed)
+    return missing
+
+
+def play(agent, user, world: World, max_turns: int = 24) -> list[tuple[str, Any]]:
+    """Let a scripted agent talk with a scripted user: the cold start's demonstrations and the null baselines.
+
+    agent: a generator that yields a Call or a message (str) and is sent the result or the reply; it ends by returning.
+    user: has `begin() → Heard`, `answer(text) → Heard`.
+    Returns the talk: [("user" | "agent", text) | ("call", Call) | ("tool", text), …].
+    """
+    heard = user.begin()
+    talk, reply = [("user", heard.text)], heard.text
+    next(agent)
+    for _ in range(max_turns):
+        try:
+            act = agent.send(reply)
+        except StopIteration:
+            break
+        if isinstance(act, Call):
+            reply = world.call(act.name, act.arguments)
+            talk += [("call", act), ("tool", reply)]
+            if world.transferred:
+                break
+        else:
+            world.tell(act)
+            heard = user.answer(act)
+            talk += [("agent", act), ("user", heard.text)]
+            reply = heard.text
+            if heard.ended:
+                break
+    return talk
