@@ -65,9 +65,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = (
-        None  # {"rope_type": "linear" | "llama3", "factor": …}; None is the default kind
-    )
+    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3", "factor": …}; None is the default kind
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # biases on q, k, v (and on o, except in Qwen2)
     qk_norm: bool = False
@@ -83,14 +81,10 @@ class ModelConfig:
             raise UserError(f"head_dim = {self.head_dim} is odd, RoPE turns pairs; use an even one")
         kind = (self.rope_scaling or {}).get("rope_type", "default")
         if kind not in ROPE_KEYS:
-            raise UserError(
-                f"RoPE kind {kind!r} is not supported; use a checkpoint with one of {', '.join(ROPE_KEYS)}"
-            )
+            raise UserError(f"RoPE kind {kind!r} is not supported; use a checkpoint with one of {', '.join(ROPE_KEYS)}")
         missing = [key for key in ROPE_KEYS[kind] if not isinstance(self.rope_scaling.get(key), (int, float))]
         if missing:
-            raise UserError(
-                f"RoPE kind {kind!r} needs a number for {', '.join(missing)}; correct config.json"
-            )
+            raise UserError(f"RoPE kind {kind!r} needs a number for {', '.join(missing)}; correct config.json")
 
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
@@ -193,9 +187,7 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
         return freq / scaling["factor"]
     if scaling["rope_type"] == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        turns = (
-            scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
-        )  # full turns within the old context
+        turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)  # full turns within the old context
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast pair, 0: a slow one
         return (1 - keep) * freq / scaling["factor"] + keep * freq
     return freq
@@ -321,9 +313,7 @@ class Decoder(nn.Module):
                 "norm": RMSNorm(cfg.hidden_size, cfg.rms_norm_eps),
             }
         )
-        self.lm_head = (
-            None if cfg.tie_word_embeddings else nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
-        )
+        self.lm_head = None if cfg.tie_word_embeddings else nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
         self._table = None  # RoPE's cos/sin, grown when a longer row comes
         for name, p in self.named_parameters():  # Hugging Face's initialisation
             if p.dim() == 2:
@@ -339,12 +329,7 @@ class Decoder(nn.Module):
     def _rope(self, length: int) -> tuple[Tensor, Tensor]:
         like = self.head
         table = self._table
-        if (
-            table is None
-            or len(table[0]) < length
-            or table[0].device != like.device
-            or table[0].dtype != like.dtype
-        ):
+        if table is None or len(table[0]) < length or table[0].device != like.device or table[0].dtype != like.dtype:
             with torch.inference_mode(False):  # made inside sampling, it must still serve training
                 table = self._table = rope_table(self.cfg, max(256, 2 * length), like.device, like.dtype)
         return table
@@ -359,9 +344,7 @@ class Decoder(nn.Module):
         return self.model["norm"](x)
 
     @torch.no_grad()
-    def forward_cached(
-        self, ids: Tensor, cache: "KVCache", slots: Tensor | None, starts: Tensor, upto=None
-    ) -> Tensor:
+    def forward_cached(self, ids: Tensor, cache: "KVCache", slots: Tensor | None, starts: Tensor, upto=None) -> Tensor:
         """Sampling: row r's tokens ids[r] sit at positions starts[r], starts[r]+1, …; what its slot holds before
         starts[r] is its past. ids [R, L], slots [R] (distinct) or None for slots 0..R−1, starts [R] → hidden [R, L, H].
 
@@ -376,13 +359,9 @@ class Decoder(nn.Module):
         T = min(upto, cache.max_len)
         positions = starts[:, None] + torch.arange(L, device=ids.device)  # [R, L]
         seen = torch.arange(T, device=ids.device) <= positions[..., None]  # [R, L, T]
-        mask = torch.zeros(R, L, T, dtype=cache.dtype, device=ids.device).masked_fill_(~seen, -torch.inf)[
-            :, None
-        ]
+        mask = torch.zeros(R, L, T, dtype=cache.dtype, device=ids.device).masked_fill_(~seen, -torch.inf)[:, None]
         if L > 1 and self.cfg.num_attention_heads != self.cfg.num_key_value_heads:
-            mask = mask.repeat(
-                1, 1, self.cfg.num_attention_heads // self.cfg.num_key_value_heads, 1
-            )  # [R, 1, G·L, T]
+            mask = mask.repeat(1, 1, self.cfg.num_attention_heads // self.cfg.num_key_value_heads, 1)  # [R, 1, G·L, T]
         rope = tuple(t[positions, None] for t in self._rope(upto))  # [R, L, 1, D]
         x = self.model["embed_tokens"](ids)
         at = positions.clamp(max=cache.max_len)
@@ -427,9 +406,7 @@ class LayerCache:
         if self.slots is None:
             return self.keys[:R, :, : self.upto], self.values[:R, :, : self.upto]  # views: nothing is copied
         kept = self.keys[:, :, : self.upto], self.values[:, :, : self.upto]
-        return kept[0].index_select(0, rows), kept[1].index_select(
-            0, rows
-        )  # on CPU twice as fast as kept[rows]
+        return kept[0].index_select(0, rows), kept[1].index_select(0, rows)  # on CPU twice as fast as kept[rows]
 
 
 # ---------------------------------------------------------------------------------------------------- loading, saving
@@ -450,15 +427,11 @@ def from_tensors(cfg: ModelConfig, tensors: dict[str, Tensor], where: str) -> De
         model = Decoder(cfg)
     if cfg.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # some files hold the tied matrix twice
-    tensors = {
-        name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")
-    }  # of old Llama files
+    tensors = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}  # of old Llama files
     wanted = {name: p.shape for name, p in model.named_parameters()}
     for name, shape in wanted.items():
         if name not in tensors:
-            raise UserError(
-                f"{where}: tensor {name} is missing; get the whole checkpoint, or correct its config.json"
-            )
+            raise UserError(f"{where}: tensor {name} is missing; get the whole checkpoint, or correct its config.json")
         if tensors[name].shape != shape:
             raise UserError(
                 f"{where}: tensor {name} has shape {list(tensors[name].shape)}, config.json asks for {list(shape)}; "
@@ -477,9 +450,7 @@ def _read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(
-            f"{path} does not exist; give a folder that holds a Hugging Face checkpoint"
-        ) from None
+        raise UserError(f"{path} does not exist; give a folder that holds a Hugging Face checkpoint") from None
     except (OSError, ValueError) as e:
         raise UserError(f"{path} can't be read as JSON ({e}); restore the file") from None
     if not isinstance(value, dict):
@@ -494,13 +465,9 @@ def _read_safetensors(folder: Path, dtype) -> dict[str, Tensor]:
     elif index.is_file():
         files = _shards(index)
     elif pickles := sorted(p.name for ext in ("bin", "pt", "pth", "ckpt") for p in folder.glob(f"*.{ext}")):
-        raise UserError(
-            f"{folder} holds its weights only as a pickle ({pickles[0]}); convert it to safetensors first"
-        )
+        raise UserError(f"{folder} holds its weights only as a pickle ({pickles[0]}); convert it to safetensors first")
     else:
-        raise UserError(
-            f"{folder} holds neither model.safetensors nor model.safetensors.index.json; get the weights"
-        )
+        raise UserError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json; get the weights")
     tensors = {}
     for name in files:
         try:
@@ -532,12 +499,8 @@ def save(model: Decoder, folder) -> None:
     config = model.cfg.to_hf() | {"dtype": str(model.head.dtype).removeprefix("torch.")}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(
-            folder / "model.safetensors", lambda beside: save_file(tensors, beside, metadata={"format": "pt"})
-        )
-        _replace(
-            folder / "config.json", lambda beside: beside.write_text(json.dumps(config, indent=2) + "\n")
-        )
+        _replace(folder / "model.safetensors", lambda beside: save_file(tensors, beside, metadata={"format": "pt"}))
+        _replace(folder / "config.json", lambda beside: beside.write_text(json.dumps(config, indent=2) + "\n"))
     except (OSError, SafetensorError) as e:
         raise UserError(
             f"can't write a checkpoint to {folder} ({e}); free some space or choose another folder"
@@ -572,9 +535,7 @@ def load_gguf(path, dtype=torch.float32):
         tensors, tokenizer = _gguf_tensors(reader, cfg, dtype), _gguf_tokenizer(reader)
         template = reader.get_field("tokenizer.chat_template").contents()
     except (ValueError, IndexError, KeyError, AttributeError) as e:
-        raise UserError(
-            f"{path} is no whole Llama GGUF ({type(e).__name__}: {e}); get the file again"
-        ) from None
+        raise UserError(f"{path} is no whole Llama GGUF ({type(e).__name__}: {e}); get the file again") from None
     return from_tensors(cfg, tensors, str(path)), tokenizer, template
 
 
@@ -586,16 +547,12 @@ def _gguf_tokenizer(reader):
         return reader.get_field(f"tokenizer.ggml.{key}").contents()
 
     if (field("model"), field("pre")) != ("gpt2", "smollm"):
-        raise UserError(
-            f"a GGUF tokenizer {field('model')!r}/{field('pre')!r} is not supported; use safetensors"
-        )
+        raise UserError(f"a GGUF tokenizer {field('model')!r}/{field('pre')!r} is not supported; use safetensors")
     tokens = field("tokens")
     merges = [tuple(pair.split(" ")) for pair in field("merges")]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), byte_level]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, field("token_type"), strict=True) if kind == 3]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
@@ -622,9 +579,7 @@ def _gguf_config(reader) -> ModelConfig:
         num_attention_heads=heads,
         num_key_value_heads=field("attention.head_count_kv", heads),
         head_dim=field("attention.key_length", hidden // heads),
-        rms_norm_eps=float(
-            f"{field('attention.layer_norm_rms_epsilon', 1e-6):.6g}"
-        ),  # kept in fp32: 9.99999e-06
+        rms_norm_eps=float(f"{field('attention.layer_norm_rms_epsilon', 1e-6):.6g}"),  # kept in fp32: 9.99999e-06
         rope_theta=float(field("rope.freq_base", 10000.0)),
         rope_scaling=_gguf_rope(field, names),
         tie_word_embeddings="output.weight" not in names,
@@ -635,9 +590,7 @@ def _gguf_config(reader) -> ModelConfig:
 def _gguf_rope(field, names) -> dict | None:
     kind = field("rope.scaling.type", "none")
     if "rope_freqs.weight" in names or kind not in ("none", "linear"):
-        raise UserError(
-            f"a GGUF with RoPE scaling {kind!r} or its own rope_freqs is not supported; use safetensors"
-        )
+        raise UserError(f"a GGUF with RoPE scaling {kind!r} or its own rope_freqs is not supported; use safetensors")
     return None if kind == "none" else {"rope_type": "linear", "factor": float(field("rope.scaling.factor"))}
 
 
@@ -700,9 +653,7 @@ def wire_induction(model: Decoder, seed: int) -> None:
     """
     cfg = model.cfg
     if not cfg.qk_norm or cfg.num_hidden_layers < 2:
-        raise UserError(
-            "an induction head needs the qwen3 layout and at least 2 layers; leave that option out"
-        )
+        raise UserError("an induction head needs the qwen3 layout and at least 2 layers; leave that option out")
     generator = torch.Generator().manual_seed(seed)
     _mimetic_start(model, generator)
     size, D, half = cfg.hidden_size, cfg.head_dim, cfg.head_dim // 2
@@ -735,9 +686,7 @@ def wire_induction(model: Decoder, seed: int) -> None:
 
     # Layer 1, half of the query heads: find the token that came after the one at hand.
     pairs = min(5, half)
-    slow = torch.cat(
-        [torch.arange(half - pairs, half), torch.arange(D - pairs, D)]
-    )  # both members of each pair
+    slow = torch.cat([torch.arange(half - pairs, half), torch.arange(D - pairs, D)])  # both members of each pair
     wired = max(1, cfg.num_attention_heads // 2)
     for h in range(wired):
         kv = h // group

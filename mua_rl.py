@@ -87,9 +87,9 @@ class Config:
     max_turns: int = 24
     max_new: int = 48  # tokens a turn, agent
     user_max_new: int = 40
-    max_len: int = 320  # tokens of one speaker's context
+    max_len: int = 384  # tokens of one speaker's context
     slots: int = 128  # conversations at once
-    micro_tokens: int = 8192  # padded tokens in one forward and backward
+    micro_tokens: int = 3072  # padded tokens in one forward and backward
 
     eval_every: int = 25
     eval_tasks: int = 100  # during training
@@ -860,15 +860,19 @@ def measure(job: Job, name: str, split: str, user: str, trials: int, stage: Stag
         result, groups = evaluate(stage or job.stage, split, n or job.cfg.test_tasks, trials, user)
         tasks = [job.domain.task(split, job.cfg.seed, i) for i in range(min(25, len(groups)))]
         where = {"phase": "eval", "step": 0, "stage": "cold_start" if name.startswith("cold_start") else "final"}
-        job.run.episodes(job.domain, job.chat, groups[: len(tasks)], tasks, user, name=name, **where)
-        return result
+        who = user if stage is None else f"{user}, greedy"
+        job.run.episodes(job.domain, job.chat, groups[: len(tasks)], tasks, who, name=name, **where)
+        return result | {"user": who}
 
     r = job.result(name, "cold_start" if name.startswith("cold_start") else "final", make)
-    faults = f"; user faults {r['user_fault_rate']:.1%} {shares(r['user_faults'])}" if "user_faults" in r else ""
-    job.progress.say(
-        f"{name}: {split}, {user} user: success {r['success']:.1%} [{r['lo']:.1%}, {r['hi']:.1%}] of {r['n']}{faults}"
-    )
+    faults = f"; user faults {percent(r['user_fault_rate'])} {shares(r['user_faults'])}" if "user_faults" in r else ""
+    found = f"{percent(r['success'])} [{percent(r['lo'])}, {percent(r['hi'])}] of {r['n']}"
+    job.progress.say(f"{name}: {split}, {user} user: success {found}{faults}")
     return r
+
+
+def percent(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1%}"
 
 
 def shares(values: dict[str, float]) -> str:
@@ -921,9 +925,8 @@ def look(job: Job, step: int) -> None:
         return evaluate(job.stage, "val", job.cfg.eval_tasks, 1, "lm", step)[0]
 
     r = job.result(f"step_{step}", "during", make)
-    job.progress.say(
-        f"step {step}: validation success {r['success']:.1%} [{r['lo']:.1%}, {r['hi']:.1%}], user faults {r['user_fault_rate']:.1%}"
-    )
+    found = f"{percent(r['success'])} [{percent(r['lo'])}, {percent(r['hi'])}]"
+    job.progress.say(f"step {step}: validation success {found}, user faults {percent(r['user_fault_rate'])}")
 
 
 def final_evaluation(job: Job) -> None:

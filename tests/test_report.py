@@ -42,10 +42,12 @@ def an_episode(step: int, task: int, member: int, rng: random.Random) -> dict:
     ]
     return {
         "phase": "rl", "step": step, "stage": "", "split": "train", "task": f"train-{task}",
-        "kind": ["cancel", "return"][task % 2], "member": member, "user": "lm", "reward": reward, "advantage": rng.gauss(0, 1),
-        "exit": "user_ended" if reward else "turn_limit", "instruction": "You are Dora Cole. Cancel #E37.",
+        "kind": ["cancel", "return"][task % 2], "member": member, "user": "lm", "reward": reward,
+        "advantage": rng.gauss(0, 1), "exit": "user_ended" if reward else "turn_limit",
+        "instruction": "You are Dora Cole. Cancel #E37.",
         "diff": [] if reward else ["orders/#E37/status: pending, goal cancelled"], "turns": turns,
-        "roles": roles, "tokens": tokens, "logprobs": [-0.3 * rng.random() if role == 3 else None for role in roles],
+        "roles": roles, "tokens": tokens,
+        "logprobs": [-0.3 * rng.random() if role == 3 else None for role in roles],
     }  # fmt: skip
 
 
@@ -68,7 +70,8 @@ def some_metrics(steps: int, rng: random.Random) -> list[dict]:
             "entropy": 0.3 - 0.1 * i / steps, "clip_frac": 0.01 * noise, "grad_norm": 1 + rng.random(),
             "gap_mean": 1e-6 * (1 + noise), "gap_max": 3e-5 * (1 + rng.random()), "turns": 7 + noise,
             "tokens_per_turn": 9 + rng.random(), "all_right": 0.5 * i / steps,
-            "all_wrong": 0.3 * (1 - i / steps), "malformed": 0.02 * noise, "user_fault": 0.04 * rng.random(), "sample_tok_s": 2000 + 100 * noise,
+            "all_wrong": 0.3 * (1 - i / steps), "malformed": 0.02 * noise, "user_fault": 0.04 * rng.random(),
+            "sample_tok_s": 2000 + 100 * noise,
             "train_tok_s": 9000, "exits": {"user_ended": 50 + i % 5, "turn_limit": 9, "reply_full": 3},
             "tools": {"find_customer": 64, "get_order": 80, "cancel_order": 20, "change_town": 9 + i % 7},
         })  # fmt: skip
@@ -281,13 +284,16 @@ def test_keys_walk_filter_and_page_in_a_browser(run, tmp_path):
     driver = r"""<script>
     const seen = [], rows = () => seen.push($('rows').children.length);
     const active = () => seen.push(document.activeElement.id);
-    const hit = (key, on = document.body) => on.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
+    const down = key => new KeyboardEvent('keydown', {key, bubbles: true});
+    const hit = (key, on = document.body) => on.dispatchEvent(down(key));
     const see = () => seen.push($('episode').querySelector('h2').textContent.match(/\d+/)[0]);
-    rows(); see(); hit('j'); hit('j'); see(); hit('k'); see(); hit('l'); see(); hit('ArrowDown', $('list')); see();
+    rows(); see(); hit('j'); hit('j'); see(); hit('k'); see(); hit('l'); see();
+    hit('ArrowDown', $('list')); see();
     hit('/'); active(); hit('j', $('find')); see(); hit('Escape', $('find')); active();
     $('by-step').value = '=2'; refresh(); rows(); hit('j'); see();
     $('find').value = 'no such words'; refresh(); rows();
-    $('find').value = $('by-step').value = ''; refresh(); for (let i = 0; i < 300; i++) hit('j'); see(); rows();
+    $('find').value = $('by-step').value = ''; refresh();
+    for (let i = 0; i < 300; i++) hit('j'); see(); rows();
     document.title = seen.join(' ');</script>"""
     page = re.sub('<meta http-equiv="Content-Sec.*?>', "", page, flags=re.S)  # which would refuse this script
     (run / "driven.html").write_text(page.replace("</body>", driver + "</body>"))

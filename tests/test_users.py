@@ -1,0 +1,101 @@
+"""Users: the common interface, the script's answers, and the audit of a simulated user."""
+
+import random
+
+import pytest
+
+from domains import shop
+from tools import play
+from user_sim import STOP, Heard, ScriptedUser, user_fault
+
+SHOP = shop.Shop()
+
+
+def finished(turn) -> Heard:
+    """The result of a coroutine that asks for no tokens."""
+    with pytest.raises(StopIteration) as stop:
+        next(turn)
+    return stop.value.value
+
+
+def task_of(kind, **traits):
+    for i in range(5000):
+        task = SHOP.task("train", 0, i)
+        wish = task.wants.wishes[0]
+        facts = {"knows": task.wants.knows, "changed": bool(wish.final), "slip": bool(task.wants.slip)}
+        if task.kind == kind and all(facts[k] == v for k, v in traits.items()):
+            return task
+    raise AssertionError("no such task")
+
+
+def test_scripted_user_yields_no_requests():
+    user = ScriptedUser(SHOP.script(task_of("cancel"), random.Random(0)))
+    assert not finished(user.open()).ended
+    assert STOP in finished(user.reply("Done. Anything else?")).text
+
+
+def test_the_change_of_mind_comes_at_the_first_read_back():
+    task = task_of("exchange", changed=True, slip=False)
+    wish, script = task.wants.wishes[0], SHOP.script(task, random.Random(0))
+    script.begin()
+    assert wish.new in script.answer("Which item is it, and what do you want instead?").text
+    first = script.answer(f"Exchange in {wish.order}: {wish.item}, for {wish.new}. Is that right?").text
+    assert shop.meaning(first)[1] == "no" and wish.final in first
+    second = script.answer(f"Exchange in {wish.order}: {wish.item}, for {wish.final}. Is that right?").text
+    assert shop.meaning(second)[1] == "yes"
+
+
+def test_a_wrong_read_back_is_corrected():
+    task = task_of("return", changed=False)
+    wish, script = task.wants.wishes[0], SHOP.script(task, random.Random(0))
+    script.begin()
+    text = script.answer(f"Return from {wish.order}: pink spoon. Is that right?").text
+    assert shop.meaning(text)[1] == "no" and wish.item in text
+
+
+def test_the_wrong_detail_comes_first_and_once():
+    task = task_of("cancel", knows="name", slip=True)
+    script = SHOP.script(task, random.Random(0))
+    script.begin()
+    assert task.wants.slip in script.answer("What is your name or order number?").text
+    assert task.wants.name in script.answer("There is no such customer. What is the right one?").text
+
+
+def test_a_user_who_goes_by_order_number_never_says_a_name():
+    for i in range(300):
+        task, rng = SHOP.task("train", 0, i), random.Random(i)
+        if task.wants.knows != "order":
+            continue
+        talk = play(shop.demonstrator(shop.TEACHER, rng), SHOP.script(task, rng), SHOP.world(task))
+        assert not any(task.wants.name in text for who, text in talk if who == "user")
+        assert task.wants.name not in SHOP.instruction(task)
+
+
+def test_the_audit_passes_the_script_in_other_words_and_finds_planted_faults():
+    for i in range(300):
+        task = SHOP.task("train", 0, i)
+        rng = random.Random(i + 1)
+        style = rng.choice(["scripted", "stranger"])
+        talk = play(shop.demonstrator(shop.TEACHER, rng), SHOP.script(task, rng, style), SHOP.world(task))
+        said = {who: [text for w, text in talk if w == who] for who in ("agent", "user")}
+        assert user_fault(SHOP, task, said["agent"], said["user"]) is None, talk
+        replies = list(said["user"])
+        replies[-1] = "Yes, I want to cancel an order."
+        assert user_fault(SHOP, task, said["agent"], replies) is not None
+        replies = list(said["user"])
+        replies[0] = f"That is all. {STOP}"
+        assert user_fault(SHOP, task, said["agent"], replies) is not None
+
+
+def test_a_yes_to_the_wrong_thing_is_a_fault_of_kind_no():
+    task = task_of("address", changed=True, slip=False)
+    wish = task.wants.wishes[0]
+    ask = f"Send {wish.order} to {wish.new}. Is that right?"
+    who = task.wants.name if task.wants.knows != "order" else wish.order
+    replies = ["Can you redirect my order?", f"{who}.", "Yes."]
+    assert user_fault(SHOP, task, ["What is your name or order number?", ask], replies) == "no"
+
+
+def test_what_the_script_cannot_understand_is_not_the_users_fault():
+    task = task_of("cancel")
+    assert user_fault(SHOP, task, ["Gnarf."], ["Can you cancel my order?", "What?"]) is None
