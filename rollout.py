@@ -235,9 +235,9 @@ def rollout(
                 advance(new[0], None)
             if not opened:
                 return [results[i] for i in sorted(results)]
-            # The one with most to do: the rows of the others gather meanwhile, and full batches cost fewer calls.
-            for ctx in max(engines, key=lambda s: len(s.active) + len(s.pending)).step():
-                advance(owner[ctx], ctx)
+            for sampler in engines:
+                for ctx in sampler.step():
+                    advance(owner[ctx], ctx)
     finally:
         for talk, contexts in opened.values():
             talk.close()

@@ -576,10 +576,11 @@ def meaning(text: str) -> tuple:
 
     Two replies with equal meaning are the same reply to a careful agent; `user_fault` compares by it.
     """
-    details = mentions(text)
-    polarity = "no" if re.match(r"No\b", text) else "yes" if re.match(r"(Yes|That is right|Right)\b", text) else ""
-    polarity = "" if STOP in text else polarity  # "No, that is all" and "That is all" end alike
-    return asked(text), polarity, STOP in text, tuple(map(tuple, details.values())), "Pardon" in text
+    details = tuple(map(tuple, mentions(text).values()))
+    wish = "" if any(details) else asked(text)
+    said = re.match(r"(No|Yes|That is right|Right)\b", text)
+    polarity = "" if not said or wish or STOP in text else "no" if said[0] == "No" else "yes"
+    return wish, polarity, STOP in text, details, "Pardon" in text
 
 
 # ── Agents: the demonstrator and the null baselines ──────────────────────────────────────────────────────────────────
