@@ -547,12 +547,8 @@ def mentions(text: str) -> dict[str, list[str]]:
     pair = rf"\b(?:{'|'.join(COLORS)}) (?:{'|'.join(NOUNS)})\b"
     place = rf"\b(?:{'|'.join(STREETS)}) (?:{'|'.join(TOWNS)})\b"
     name = r"\b[A-Z][a-z]+ [A-Z][a-z]+\b"
-    found = {
-        "order": re.findall(r"#[A-Z]\d\d", text),
-        "item": re.findall(pair, text),
-        "address": re.findall(place, text),
-    }
-    return found | {"name": [n for n in re.findall(name, text) if n not in found["address"]]}
+    found = {"order": re.findall(r"#[A-Z]\d\d", text), "item": re.findall(pair, text), "address": re.findall(place, text)}
+    return found | {"name": re.findall(name, re.sub(place, "", text))}
 
 
 ASKS = {  # key words that tell a wish's kind, in the order in which they are looked for
