@@ -71,25 +71,21 @@ class Trajectory:
     exit: str
     reward: float | None  # None: the episode says nothing about the agent
     diff: tuple[str, ...]  # how the final database differs from the goal, and what was left untold
-    turns: tuple[dict, ...] = field(
-        repr=False
-    )  # {"role": "user" | "agent" | "call" | "tool", "text"}, to be read
+    turns: tuple[dict, ...] = field(repr=False)  # {"role": "user" | "agent" | "call" | "tool", "text"}, to be read
     metrics: dict[str, Any] = field(repr=False)
-    user_ids: tuple[int, ...] = field(
-        repr=False, default=()
-    )  # the language-model user's context, if there was one
+    user_ids: tuple[int, ...] = field(repr=False, default=())  # the language-model user's context, if there was one
 
 
 def converse(
-    task, domain, user, chat: Chat, limits: Limits, stream: tuple[int, ...], member: int = 0
+    task, domain, user, chat: Chat, limits: Limits, stream: tuple[int, ...], member: int = 0, on_turn=None
 ) -> Generator[Sample, None, Trajectory]:
     """One episode, from the user's first words to an exit.
 
     `user` is the simulated user of this task; its `open()` and `reply(text)` are coroutines too. A turn of
     the agent is one message or some tool calls, which are executed in order and each get a result; prose
-    beside calls is not said to the user. Errors of `domain` and `user` that are our own bugs propagate.
+    beside calls is not said to the user. `on_turn(role, text)` hears of each turn as it happens. Errors of `domain` and `user` that are our own bugs propagate.
     """
-    world, ctx, log = domain.world(task), chat.start(domain.system, domain.tools, stream), Log()
+    world, ctx, log = domain.world(task), chat.start(domain.system, domain.tools, stream), Log(on_turn)
 
     def finish(exit: str) -> Trajectory:
         return _finish(task, world, user, chat, limits, ctx, log, exit, member)
@@ -132,7 +128,8 @@ def converse(
 class Log:
     """What was said and done, for people and for the curves. Nothing in it is trained on."""
 
-    def __init__(self):
+    def __init__(self, on_turn: Callable[[str, str], None] | None = None):
+        self.on_turn = on_turn
         self.turns: list[dict] = []
         self.tools: Counter[str] = Counter()
         self.agent_turns = self.malformed = self.malformed_in_a_row = 0
@@ -140,6 +137,8 @@ class Log:
     def add(self, role: str, text: str | None) -> str:
         if text:
             self.turns.append({"role": role, "text": text})
+            if self.on_turn is not None:
+                self.on_turn(role, text)
         return text or ""
 
     def turn(self, action: Say | ToolCalls | Malformed, text: str) -> None:
@@ -261,9 +260,7 @@ class Sampler:
     tokens, or when the context is full.
     """
 
-    def __init__(
-        self, model: Decoder, end_ids: Iterable[int], slots: int, max_len: int, temperature: float = 1.0
-    ):
+    def __init__(self, model: Decoder, end_ids: Iterable[int], slots: int, max_len: int, temperature: float = 1.0):
         self.model, self.end_ids = model, frozenset(end_ids)
         self.slots, self.max_len, self.temperature = slots, max_len, temperature
         head = model.head
@@ -327,7 +324,8 @@ class Sampler:
         first = [slot for slot in rows if self._share(slot)]
         done += self._feed(first)
         if second := [slot for slot in rows if slot not in set(first)]:
-            assert all([self._share(slot) for slot in second])
+            for slot in second:
+                self._share(slot)
             done += self._feed(second)
         return done
 
@@ -406,14 +404,10 @@ class Sampler:
         # The newest token, an end token before it included, must be the only one not yet cached.
         assert starts.tolist() == [len(ctx.ids) - 1 for ctx in contexts], "the cache lost step with a context"
         reach = rows[-1] + 1
-        if (
-            2 * len(rows) > reach
-        ):  # decode idle slots too: cheaper than gathering keys and values out of the block
+        if 3 * len(rows) > 2 * reach:  # decode idle slots too: cheaper than gathering keys and values out of the block
             ids = np.zeros((reach, 1), dtype=np.int64)
             ids[rows, 0] = tokens
-            hidden = self._forward(ids, None, self.cached[:reach])[
-                :, 0
-            ]  # an idle row writes past its own end
+            hidden = self._forward(ids, None, self.cached[:reach])[:, 0]  # an idle row writes past its own end
             hidden = hidden if len(rows) == reach else hidden[rows]
         else:
             hidden = self._forward(np.array(tokens)[:, None], np.array(rows), starts)[:, 0]

@@ -576,7 +576,7 @@ def meaning(text: str) -> tuple:
     wish = "" if any(details) else asked(text)
     said = re.match(r"(No|Yes|That is right|Right)\b", text)
     polarity = "" if not said or wish or STOP in text else "no" if said[0] == "No" else "yes"
-    return wish, polarity, STOP in text, details, "Pardon" in text
+    return wish, polarity, STOP in text, details, re.match(r"(Pardon|Sorry)\?", text) is not None
 
 
 # ── Agents: the demonstrator and the null baselines ──────────────────────────────────────────────────────────────────

@@ -93,7 +93,8 @@ class User:
 def play(turns, user, limits=LIMITS, domain=None, cut=()):
     """Drives one conversation; `turns` are what the agent samples, those whose index is in `cut` without an end."""
     domain = domain or Domain()
-    talk = converse(Task(), domain, user, CHAT, limits, (7, 1, 2), member=3)
+    seen = []
+    talk = converse(Task(), domain, user, CHAT, limits, (7, 1, 2), 3, lambda role, text: seen.append((role, text)))
     turns = iter(enumerate(turns))
     try:
         sample = next(talk)
@@ -107,6 +108,7 @@ def play(turns, user, limits=LIMITS, domain=None, cut=()):
                 sample.ctx.sampled(token, -0.5)
             sample = talk.send(None)
     except StopIteration as stop:
+        assert seen == [(turn["role"], turn["text"]) for turn in stop.value.turns]
         return stop.value, domain.worlds[-1]
 
 
@@ -163,9 +165,7 @@ def test_user_fails():
 
 
 def test_several_calls_are_executed_in_order_and_a_transfer_ends_it():
-    turn = (
-        turn_text([Call("a", {}), Call("b", {})], "One moment.") + '\n<tool_call>\n{"name": 1}\n</tool_call>'
-    )
+    turn = turn_text([Call("a", {}), Call("b", {})], "One moment.") + '\n<tool_call>\n{"name": 1}\n</tool_call>'
     stop = turn_text([Call("c", {}), Call("transfer", {}), Call("d", {})])
     t, world = play([turn, stop], user := User("Hi"))
     check_whole(t)
@@ -224,12 +224,16 @@ def test_our_own_bug_raises():
 
 def make_model(seed=0, **changes):
     torch.manual_seed(seed)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    sizes |= dict(num_key_value_heads=2, head_dim=8, vocab_size=CHAT.vocab_size, max_position_embeddings=2048)
-    rest = dict(
-        model_type="qwen3", rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tie_word_embeddings=True
-    )
-    rest |= dict(attention_bias=False, qk_norm=True)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": CHAT.vocab_size, "max_position_embeddings": 2048}
+    rest = {
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+    }
+    rest |= {"attention_bias": False, "qk_norm": True}
     model = Decoder(ModelConfig(**(sizes | rest | changes)))
     with torch.no_grad():
         for p in model.parameters():
@@ -283,7 +287,9 @@ def test_end_tokens_are_cached_with_the_next_message():
     """An end token is sampled last and never fed: it must come first in the next prefill."""
     ends = frozenset(range(0, CHAT.vocab_size, 3))  # every third token ends a turn
     contexts = rollout([talk(i, 6) for i in range(20)], {"agent": Sampler(MODEL, ends, 20, 800)})
-    assert sum(token in ends and r == Role.AGENT for c in contexts for token, r in zip(c.ids, c.roles)) > 50
+    assert (
+        sum(token in ends and r == Role.AGENT for c in contexts for token, r in zip(c.ids, c.roles, strict=True)) > 50
+    )
     assert worst_gap(MODEL, contexts) <= 1e-5
 
 
@@ -343,7 +349,7 @@ def test_weights_changed_forgets_every_key():
         sampler.submit(Sample("agent", ctx, 5))
         while sampler.busy:
             sampler.step()
-        now = [i for i in range(ctx.open_turn, len(ctx.ids))]
+        now = list(range(ctx.open_turn, len(ctx.ids)))
         want = full_forward(model, ctx)
         assert max(abs(float(want[i - 1]) - ctx.logprobs[i]) for i in now) <= 1e-5
         with torch.no_grad():
@@ -364,9 +370,7 @@ def test_a_shared_beginning_is_prefilled_once_and_changes_nothing():
     contexts, sampler = run(24, [system])
     assert worst_gap(MODEL, contexts) <= 1e-5
     assert sampler.prefilled_tokens <= sum(len(c.ids) for c in contexts) - 23 * shared
-    contexts, sampler = run(
-        3, [system, system + "Be kind.", system]
-    )  # slots go from one beginning to another
+    contexts, sampler = run(3, [system, system + "Be kind.", system])  # slots go from one beginning to another
     assert worst_gap(MODEL, contexts) <= 1e-5
     assert sampler.prefilled_tokens < sum(len(c.ids) for c in contexts) - 8 * shared
 
