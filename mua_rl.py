@@ -10,6 +10,7 @@ What it leaves out: more than one process or node. The same environment can be h
 
 import contextlib
 import dataclasses
+import errno
 import importlib.util
 import io
 import json
@@ -70,6 +71,12 @@ class Config:
     sft_lr_rest: float = 5e-3  # AdamW, for embeddings and norms
     sft_cooldown: float = 0.4  # share of the steps in which the learning rate falls to 2 %
 
+    two: float = 0.12  # share of tasks with two wishes (the world's difficulty: see domains/shop.py, Mix)
+    forbidden: float = 0.33  # share of wishes that policy forbids
+    changed: float = 0.33  # share of allowed writes in which the user changes its mind at the read-back
+    slip: float = 0.10  # share of users who give a wrong name or number first
+
+    user: str = "lm"  # who plays the user in training: lm (the frozen cold start) or scripted
     tasks: int = 16  # tasks a step
     group_size: int = 8  # G: conversations of each task
     lr: float = 3e-4
@@ -113,6 +120,11 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"--group-size {cfg.group_size}: a group's advantage compares its members; give 2 or more")
     if cfg.overlong not in ("mask", "train"):
         raise UserError(f"--overlong {cfg.overlong}: choose mask or train")
+    if cfg.user not in ("lm", "scripted"):
+        raise UserError(f"--user {cfg.user}: choose lm or scripted")
+    for name in ("two", "forbidden", "changed", "slip"):
+        if not 0 <= getattr(cfg, name) <= 1:
+            raise UserError(f"--{name} {getattr(cfg, name)}: a share lies between 0 and 1")
     if cfg.temperature <= 0:
         raise UserError(
             f"--temperature {cfg.temperature}: training needs exploration; give a number above 0, such as 1"
@@ -573,7 +585,10 @@ def checkpoint_of(run: Path, name: str = "checkpoint") -> Path:
 
 
 def load_state(folder: Path) -> State:
-    return State(**json.loads((folder / "state.json").read_text()))
+    try:
+        return State(**json.loads((folder / "state.json").read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{folder / 'state.json'} is damaged ({error}); start a new run") from None
 
 
 class Run:
@@ -714,7 +729,7 @@ def prepare(cfg: Config) -> Job:
     check_config(cfg)
     torch.set_num_threads(cfg.threads)
     run = Run(Path(cfg.resume or cfg.run or free_name(cfg)), cfg)
-    domain, clock = shop.Shop(prompts=cfg.prompts), Clock()
+    domain, clock = make_domain(cfg), Clock()
     with clock("setup"):
         if cfg.resume:
             folder = checkpoint_of(run.folder)
@@ -741,6 +756,10 @@ def prepare(cfg: Config) -> Job:
         job.progress.say("warning: doing nothing pays in more than 10 % of the tasks")
     catch_ctrl_c(job)
     return job
+
+
+def make_domain(cfg: Config) -> shop.Shop:
+    return shop.Shop(cfg.prompts, shop.Mix(cfg.two, cfg.forbidden, cfg.changed, cfg.slip))
 
 
 def catch_ctrl_c(job: Job) -> None:
@@ -886,7 +905,7 @@ def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
     tasks = [job.domain.task("train", cfg.seed, first + i) for i in range(cfg.tasks)]
     job.stage.samplers["agent"].weights_changed()
     with job.clock("rollout"):
-        return job.stage.play(tasks, cfg.group_size, "lm", "rl", step), tasks
+        return job.stage.play(tasks, cfg.group_size, cfg.user, "rl", step), tasks
 
 
 def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]) -> None:
@@ -900,12 +919,13 @@ def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]
     )
     metrics = rollout_metrics(groups)
     faults = [fault_of(job.domain, task, t) for task, g in zip(tasks, groups, strict=True) for t in g]
+    faults = [] if cfg.user == "scripted" else faults
     spent = Counter(clock.seconds) - before
     sampled = sum(len(t.ids) + len(t.user_ids) for g in groups for t in g)
     job.state.sampled_tokens += sum(t.metrics["agent_tokens"] for g in groups for t in g)
     job.state.trained_tokens += values["trained_tokens"]
     metrics |= values | {
-        "user_fault": sum(f is not None for f in faults) / len(faults),
+        "user_fault": sum(f is not None for f in faults) / max(1, len(faults)),
         "sample_tok_s": sampled / max(1e-9, rollout_seconds),
         "train_tok_s": sum(len(t.ids) for t, _ in rows) / max(1e-9, spent["training"] + spent["reference"]),
         "rss_mb": peak_mb(),
@@ -913,7 +933,7 @@ def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]
     }
     job.run.log("rl", step, **metrics)
     if step % 5 == 0 or step == cfg.steps - 1:
-        job.run.episodes(job.domain, job.chat, groups[:4], tasks[:4], "lm", phase="rl", step=step, stage="train")
+        job.run.episodes(job.domain, job.chat, groups[:4], tasks[:4], cfg.user, phase="rl", step=step, stage="train")
     shown = {k: metrics.get(k) for k in ("success", "kl", "entropy", "gap_max", "sample_tok_s", "train_tok_s")}
     job.progress.step("GRPO", step + 1, cfg.steps, **{k: v for k, v in shown.items() if v is not None})
 
@@ -922,11 +942,11 @@ def look(job: Job, step: int) -> None:
     """A small evaluation on the way, on the validation split."""
 
     def make() -> dict:
-        return evaluate(job.stage, "val", job.cfg.eval_tasks, 1, "lm", step)[0]
+        return evaluate(job.stage, "val", job.cfg.eval_tasks, 1, job.cfg.user, step)[0]
 
     r = job.result(f"step_{step}", "during", make)
     found = f"{percent(r['success'])} [{percent(r['lo'])}, {percent(r['hi'])}]"
-    job.progress.say(f"step {step}: validation success {found}, user faults {percent(r['user_fault_rate'])}")
+    job.progress.say(f"step {step}: validation success {found}, user faults {percent(r.get('user_fault_rate'))}")
 
 
 def final_evaluation(job: Job) -> None:
@@ -1092,7 +1112,7 @@ def opened(name: str, seed: int) -> tuple[Config, shop.Shop, Chat, models.Decode
     torch.set_num_threads(cfg.threads)
     chat, policy = load_pretrained(name)
     user = models.load(folder / "cold_start") if (folder / "cold_start").exists() else policy
-    return dataclasses.replace(cfg, seed=seed), shop.Shop(prompts=cfg.prompts), chat, policy, user
+    return dataclasses.replace(cfg, seed=seed), make_domain(cfg), chat, policy, user
 
 
 def eval_command(name: str, o: EvalOptions) -> None:
@@ -1239,13 +1259,24 @@ def default_config(args: list[str]) -> Config:
     return PRESETS[preset]
 
 
-if __name__ == "__main__":
+def run(argv: list[str]) -> None:
+    """`main`, with the user's mistakes as one line and exit 2."""
     try:
-        main(sys.argv[1:])
+        main(argv)
     except UserError as error:
         print(f"mua_rl: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # `show RUN | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            raise
+        print(f"mua_rl: {error.filename}: {error.strerror}; make room or fix the folder, then use --resume", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `show RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -83,7 +83,8 @@ def converse(
 
     `user` is the simulated user of this task; its `open()` and `reply(text)` are coroutines too. A turn of
     the agent is one message or some tool calls, which are executed in order and each get a result; prose
-    beside calls is not said to the user. `on_turn(role, text)` hears of each turn as it happens. Errors of `domain` and `user` that are our own bugs propagate.
+    beside calls is not said to the user. `on_turn(role, text)` hears of each turn as it happens. What `domain` or `user`
+    raise is a bug of ours and propagates.
     """
     world, ctx, log = domain.world(task), chat.start(domain.system, domain.tools, stream), Log(on_turn)
 

@@ -189,7 +189,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.builds(Call, st.text(min_size=1), st.dictionaries(st.text(), JSON, max_size=3)),

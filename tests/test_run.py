@@ -1,0 +1,213 @@
+"""Whole runs from the command line: artefacts, resuming bit for bit after a kill, bad input, and a run that learns."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "--threads 1 --layers 2 --width 32 --heads 2 --kv-heads 1 --mlp 32 --sft-steps 4 --sft-talks 2 --steps 4 --tasks 2 "
+    "--group-size 3 --max-turns 3 --max-new 12 --user-max-new 12 --slots 6 --eval-every 2 --eval-tasks 2 --test-tasks 3 "
+    "--trials 2 --kl 0.1"
+).split()
+# A policy that knows nothing never earns a reward, and without rewards nothing is learned: for these runs each member of a
+# group gets an advantage of its own, so that every step moves the weights.
+DRIVER = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import mua_rl
+mua_rl.advantages = lambda rewards, eps=0: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
+mua_rl.run(sys.argv[1:])
+"""
+
+
+def command(tmp_path, *args, driver=True):
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    return [sys.executable, str(script if driver else ROOT / "mua_rl.py"), *map(str, args)]
+
+
+def finished(args, **kwargs):
+    return subprocess.run(args, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, **kwargs)
+
+
+def rows(run, phase=None):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in lines if phase in (None, r["phase"])]
+
+
+def timeless(row):
+    clocked = ("seconds", "tok_s", "rss_mb")
+    return {k: v for k, v in row.items() if not k.endswith(clocked)}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("unbroken")
+    done = finished(command(tmp, "train", "--run", tmp / "run", *SMALL))
+    assert done.returncode == 0, done.stderr
+    return tmp / "run"
+
+
+def same_run(a: Path, b: Path):
+    """Weights, optimizer and metrics are equal, bit for bit (times aside)."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        x, y = load_file(a / "checkpoint" / name), load_file(b / "checkpoint" / name)
+        assert x.keys() == y.keys() and x
+        assert all(torch.equal(x[k], y[k]) for k in x), name
+    assert [timeless(r) for r in rows(a)] == [timeless(r) for r in rows(b)]
+
+
+def wait_for(process, run, phase, n):
+    """Until the run has logged n steps of a phase."""
+    for _ in range(3000):
+        if (run / "metrics.jsonl").exists() and len(rows(run, phase)) >= n:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    raise AssertionError("the run made no progress")
+
+
+def test_a_run_leaves_everything_a_person_looks_at(unbroken):
+    made = {p.name for p in unbroken.iterdir()}
+    assert made >= {"config.json", "metrics.jsonl", "episodes.jsonl.gz", "checkpoint", "curves.png", "report.html", "summary.json"}
+    summary = json.loads((unbroken / "summary.json").read_text())
+    assert summary.keys() >= set(
+        "preset seed wall_s peak_rss_mb null careless cold_start final unseen_user unseen_combination user_fault_rate "
+        "sampled_tokens trained_tokens sample_tok_s train_tok_s seconds_by_phase".split()
+    )
+    assert summary["null"].keys() == {"do_nothing", "transfer", "act_without_asking"}
+    assert summary["final"].keys() >= {"success", "lo", "hi", "n", "pass_k"} and "2" in summary["final"]["pass_k"]
+    assert len(rows(unbroken, "sft")) == 4 and len(rows(unbroken, "rl")) == 4
+    with gzip.open(unbroken / "episodes.jsonl.gz", "rt") as file:
+        assert all({"turns", "tokens", "roles"} <= json.loads(line).keys() for line in file)
+
+
+def test_every_rl_step_moved_the_weights_and_the_ratio_began_at_one(unbroken):
+    for row in rows(unbroken, "rl"):
+        assert row["grad_norm"] > 0 and row["gap_max"] <= 1e-4, row
+    start, end = (load_file(unbroken / n / "model.safetensors") for n in ("cold_start", "checkpoint"))
+    assert any(not torch.equal(start[k], end[k]) for k in start)
+
+
+def test_transformers_opens_the_checkpoint_with_equal_logits(unbroken):
+    transformers = pytest.importorskip("transformers")
+    import model as models
+
+    folder = unbroken / "checkpoint"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer("Please cancel #A10 for Ada Adler.")["input_ids"]])
+    ours = models.load(folder)
+    with torch.no_grad():
+        a, b = theirs(ids).logits, ours(ids) @ ours.head.T
+    assert (a - b).abs().max() <= 1e-5 * a.abs().max()
+
+
+@pytest.mark.parametrize("phase, after", [("sft", 1), ("rl", 1), ("rl", 3)])
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path, unbroken, phase, after):
+    run = tmp_path / "run"
+    process = subprocess.Popen(command(tmp_path, "train", "--run", run, *SMALL), stderr=subprocess.PIPE, text=True)
+    wait_for(process, run, phase, after)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if not (run / "checkpoint").exists():
+        pytest.skip("killed before the first checkpoint of a four-step cold start: nothing to resume")
+    done = finished(command(tmp_path, "train", "--resume", run))
+    assert done.returncode == 0, done.stderr
+    same_run(unbroken, run)
+
+
+def test_ctrl_c_finishes_the_step_and_resumes_to_the_same_bits(tmp_path, unbroken):
+    run = tmp_path / "run"
+    process = subprocess.Popen(command(tmp_path, "train", "--run", run, *SMALL), stderr=subprocess.PIPE, text=True)
+    wait_for(process, run, "sft", 1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert "--resume" in stderr and "Traceback" not in stderr, stderr
+    done = finished(command(tmp_path, "train", "--resume", run))
+    assert done.returncode == 0, done.stderr
+    same_run(unbroken, run)
+
+
+def test_a_checkpoint_cut_by_a_kill_is_passed_over(tmp_path, unbroken):
+    import mua_rl
+
+    for name in ("checkpoint.new", "checkpoint.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint.new" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "checkpoint.old" / "state.json").write_text("{}")
+    assert mua_rl.checkpoint_of(tmp_path).name == "checkpoint.old"
+
+
+BAD = {
+    "train --preset huge": "huge",
+    "train --group-size 1": "--group-size 1",
+    "train --steps many": "many",
+    "train --no-such-flag 3": "no-such-flag",
+    "train --overlong maybe": "maybe",
+    "train --width 30": "--width 30",
+    "train --temperature 0": "--temperature 0",
+    "train --two 1.5": "--two 1.5",
+    "train --lr nan": "--lr nan",
+    "train --resume nowhere": "nowhere",
+    "train --model nowhere": "nowhere",
+    "train --run /proc/x": "/proc/x",
+    "eval nowhere": "nowhere",
+    "eval": "eval needs a run",
+    "eval RUN --split secret": "secret",
+    "eval RUN --user bob": "bob",
+    "eval RUN --trials 0": "--trials 0",
+    "chat nowhere": "nowhere",
+    "show nowhere": "nowhere",
+    "show RUN --episode 99999": "99999",
+    "fly": "fly",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_one_line_and_exit_2(tmp_path, unbroken, line):
+    args = [str(unbroken) if a == "RUN" else a for a in line.split()]
+    if args[0] == "train" and "--run" not in args and "--resume" not in args:
+        args += ["--run", str(tmp_path / "new")]
+    done = finished(command(tmp_path, *args, driver=False), cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and BAD[line] in done.stderr, done.stderr
+    assert not (tmp_path / "new" / "checkpoint").exists()
+
+
+def test_damaged_checkpoints_are_one_line_and_exit_2(tmp_path, unbroken):
+    import shutil
+
+    for name, content in (("model.safetensors", b"\x00" * 50), ("config.json", b"{}"), ("tokenizer.json", b"{"), ("state.json", b"{")):
+        run = tmp_path / name
+        shutil.copytree(unbroken, run)
+        (run / "checkpoint" / name).write_bytes(content)
+        done = finished(command(tmp_path, "train", "--resume", run, driver=False))
+        assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, (name, done.stderr)
+
+
+def test_a_run_is_not_overwritten(tmp_path, unbroken):
+    before = (unbroken / "metrics.jsonl").read_bytes()
+    done = finished(command(tmp_path, "train", "--run", unbroken, *SMALL))
+    assert done.returncode == 2 and "--resume" in done.stderr
+    assert (unbroken / "metrics.jsonl").read_bytes() == before
+
+
+def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken):
+    done = finished(command(tmp_path, "eval", unbroken, "--n", 4, "--trials", 2, driver=False))
+    assert done.returncode == 0 and "pass^2" in done.stdout and "do_nothing" in done.stdout, done.stderr
+    talk = subprocess.run(
+        command(tmp_path, "chat", unbroken, driver=False), input="Hello\n\n", capture_output=True, text=True, timeout=60
+    )
+    assert talk.returncode == 0 and "reward" in talk.stdout, talk.stderr
+    shown = finished(command(tmp_path, "show", unbroken, driver=False), env=os.environ | {"NO_COLOR": "1"})
+    assert shown.returncode == 0 and "report.html" in shown.stdout and "\x1b" not in shown.stdout
