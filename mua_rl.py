@@ -402,29 +402,47 @@ def null_baselines(domain: shop.Shop, seed: int, n: int = 500) -> dict[str, floa
 # ── Cold start: demonstrations and SFT ───────────────────────────────────────────────────────────────────────────────
 
 
-def demonstration(domain: shop.Shop, chat: Chat, task: Task, rng: random.Random) -> tuple[Context, Context]:
-    """One talk of the imperfect demonstrator with the scripted user, as the agent's and as the user's context."""
-    talk = play(shop.demonstrator(shop.TEACHER, rng), domain.script(task, rng), domain.world(task))
-    agent, user = chat.start(domain.system, domain.tools, (0,)), chat.start(domain.instruction(task), None, (0,))
-    chat.hear(user, domain.greeting)
+def demonstration(domain: shop.Shop, task: Task, care: shop.Care, rng: random.Random) -> list:
+    """One talk of an imperfect scripted agent with the scripted user (see `tools.play`)."""
+    return play(shop.demonstrator(care, rng), domain.script(task, rng), domain.world(task))
+
+
+def agent_view(domain: shop.Shop, chat: Chat, talk: list) -> Context:
+    """A talk as the agent lives it: its messages and calls are AGENT tokens."""
+    ctx = chat.start(domain.system, domain.tools, (0,))
     for who, what in talk:
         if who == "user":
-            chat.speak(user, what)
-            chat.hear(agent, what)
+            chat.hear(ctx, what)
         elif who == "tool":
-            chat.observe(agent, [what])
+            chat.observe(ctx, [what])
         else:
-            chat.speak(agent, turn_text([what]) if isinstance(what, Call) else what)
-            if who == "agent":
-                chat.hear(user, what)
-    return agent, user
+            chat.speak(ctx, turn_text([what]) if isinstance(what, Call) else what)
+    return ctx
+
+
+def user_view(domain: shop.Shop, chat: Chat, task: Task, talk: list) -> Context:
+    """A talk as the user lives it: its own messages are AGENT tokens, and it sees no tools."""
+    ctx = chat.start(domain.instruction(task), None, (0,))
+    chat.hear(ctx, domain.greeting)
+    for who, what in talk:
+        if who == "user":
+            chat.speak(ctx, what)
+        elif who == "agent":
+            chat.hear(ctx, what)
+    return ctx
 
 
 def sft_rows(domain: shop.Shop, chat: Chat, cfg: Config, step: int) -> list[Context]:
-    """The fresh demonstrations of a cold-start step, from both sides: no talk is seen twice."""
+    """The fresh demonstrations of a cold-start step. The agent's side learns from one demonstrator, the user's side from
+    talks with another who reads back more, and in which minds change more often. No talk is seen twice.
+    """
+    fickle = dataclasses.replace(domain, mix=dataclasses.replace(domain.mix, changed=0.5))
     rows: list[Context] = []
     for i in range(step * cfg.sft_talks, (step + 1) * cfg.sft_talks):
-        rows += demonstration(domain, chat, domain.task("train", cfg.seed, i), random.Random(f"demo {cfg.seed} {i}"))
+        rng = random.Random(f"demo {cfg.seed} {i}")
+        rows.append(agent_view(domain, chat, demonstration(domain, domain.task("train", cfg.seed, i), shop.TEACHER, rng)))
+        task = fickle.task("train", cfg.seed, 500_000 + i)
+        rows.append(user_view(domain, chat, task, demonstration(domain, task, shop.PRACTICE, rng)))
     return rows
 
 
@@ -432,9 +450,9 @@ def tokenizer_texts(domain: shop.Shop, seed: int, n: int = 3000) -> Iterable[str
     """What the tokenizer is trained on: payloads of training talks, and the template's words."""
     yield from ["system\n", "user\n", "assistant\n"] * 2
     for i in range(n):
-        task, rng = domain.task("train", seed, i), random.Random(f"demo {seed} {i}")
+        task = domain.task("train", seed, i)
         yield domain.instruction(task)
-        for who, what in play(shop.demonstrator(shop.TEACHER, rng), domain.script(task, rng), domain.world(task)):
+        for who, what in demonstration(domain, task, shop.TEACHER, random.Random(f"demo {seed} {i}")):
             yield turn_text([what]).removeprefix("<tool_call>").removesuffix("</tool_call>") if who == "call" else what
 
 

@@ -8,6 +8,7 @@ pieces from unlike alphabets (see `pieces` in chat.py for how they become tokens
 Deliberately left out: stock keeping and money movements. Payment is read, never moved.
 """
 
+import itertools
 import random
 import re
 from collections.abc import Generator
@@ -389,74 +390,70 @@ def facts(wish: Wish, db: dict) -> list[Fact]:
 
 
 # ── The user: instruction and script ─────────────────────────────────────────────────────────────────────────────────
+def cared_for(wish: Wish) -> str:
+    """The one detail a user compares when a write is read back, as it must be in the end."""
+    w = outcome(wish)
+    return {"cancel": w.hint or w.order, "return": w.item}.get(w.kind, w.new)
+
+
 def instruction(task: Task) -> str:
-    """What only the user sees. Plain lines, each wish with its change of mind beside it."""
+    """What only the user sees. Plain lines. `Final` is what a read-back must hold: where it differs from what stands before
+    it, the user changes its mind when it hears the read-back; in any case it corrects what differs from it.
+    """
     w = task.wants
     lines = [f"You are {w.name}." if w.knows != "order" else "You do not give your name."]
     if w.slip:
         lines.append(f"At first you say {w.slip}.")
     for i, wish in enumerate(w.wishes):
-        where = f"the one with the {wish.hint}" if wish.hint else f"{wish.order}"
+        where = f"the one with the {wish.hint}" if wish.hint else wish.order
         lines.append(f"{'Then' if i else 'Wish'}: {wish.kind}. Order: {where}.")
         if wish.item:
             lines[-1] += f" Item: {wish.item}."
         if wish.new:
             lines[-1] += f" New: {wish.new}."
-        if wish.final:
-            final = f"the one with the {wish.final_hint}" if wish.final_hint else wish.final
-            lines[-1] += f" Changed: {final}."
+        if wish.kind in WRITES:
+            lines[-1] += f" Final: {cared_for(wish)}."
     return "\n".join(lines)
 
 
-PHRASES = {
-    "cancel": ("I want to cancel an order.", "Please cancel an order for me.", "Can you cancel my order?"),
-    "return": ("I want to return an item.", "Please help me return an item.", "Can you take an item back?"),
-    "exchange": ("I want to exchange an item.", "Please exchange an item for me.", "Can you swap an item?"),
-    "address": (
-        "I want my order sent to a new address.",
-        "Please change the address of my order.",
-        "Can you redirect my order?",
-    ),
-    "track": ("When does my order arrive?", "Please tell me the day my order arrives.", "Can you track my order?"),
-    "price": ("What did my order cost?", "Please tell me the price of my order.", "Can you tell me what I paid?"),
-    "paid": ("How did I pay for my order?", "Please tell me how my order was paid.", "Can you look up my payment?"),
-    "hello": ("", "", "Hello. ", "Hi! "),
-    "also": ("Yes. ", "Yes, one more thing. "),
-    "name": ("{}.", "My name is {}.", "I am {}."),
-    "number": ("{}.", "It is {}.", "The number is {}."),
-    "hint": ("The one with the {}.", "It is the one with the {}."),
-    "sorry": ("Sorry, it is {}.", "My mistake, {}."),
-    "item": ("The {}.", "It is the {}."),
-    "swap": ("The {}, for a {}.", "I have the {}, and want a {}."),
-    "place": ("{}.", "To {}."),
-    "yes": ("Yes.", "Yes, please.", "That is right."),
-    "no": ("No, {}.", "No, rather {}."),
-    "pardon": ("Pardon?",),
-    "bye": (f"No, that is all. {STOP}", f"That is all, thank you. {STOP}"),
+# A sentence is a beginning, a middle and an end. Which combinations a user says is decided like everything else here: those
+# whose indices add up to 0 modulo 4 belong to the stranger, a user whose sentences no demonstration ever held.
+WANT = ("I want to ", "I need to ", "I would like to ", "Kindly help me ", "Can you help me ")
+PLAIN = (".", ", please.", ", thank you.")
+PARTS = {
+    "cancel": (WANT, ("cancel an order", "cancel my order", "call off an order"), PLAIN),
+    "return": (WANT, ("return an item", "return something", "give an item back"), PLAIN),
+    "exchange": (WANT, ("exchange an item", "exchange something", "swap an item"), PLAIN),
+    "address": (WANT, ("change an address", "change my address", "redirect an order"), PLAIN),
+    "track": (WANT, ("learn when my order arrives", "track an order", "track my order"), PLAIN),
+    "price": (WANT, ("learn what my order cost", "learn the price of an order", "learn my price"), PLAIN),
+    "paid": (WANT, ("learn how I paid", "look up a payment", "look up my payment"), PLAIN),
+    "hello": (("", "Hello. ", "Hi! ", "Good day. "),),
+    "also": (("Yes. ", "One more thing. ", "There is more. ", "Yes, one thing. "),),
+    "name": (("", "It is ", "My name is ", "I am ", "This is "), ("{}",), PLAIN),
+    "number": (("", "It is ", "The number is ", "I have ", "That is "), ("{}",), PLAIN),
+    "hint": (("The one ", "It is the one ", "I mean the one ", "That is the one "), ("with the {}",), PLAIN),
+    "sorry": (("Sorry, ", "My mistake, ", "Oh, ", "I was wrong, "), ("{}", "it is {}", "I mean {}"), PLAIN),
+    "item": (("The {}", "It is the {}", "I mean the {}", "That is the {}"), PLAIN),
+    "swap": (("The {}", "It is the {}", "I have the {}", "I mean the {}"), (", for a {}", ", and I want a {}"), PLAIN),
+    "place": (("", "To ", "It is ", "Send it to ", "That is "), ("{}",), PLAIN),
+    "yes": (("Yes", "Yes, right", "Right", "That is right", "Yes, do that"), PLAIN),
+    "no": (("No, ", "No, rather ", "No, I mean ", "Not that, "), ("{}",), PLAIN),
+    "pardon": (("Pardon?", "Sorry?", "What?", "Excuse me?"),),
+    "bye": (("No, ", "", "Well, "), ("that is all", "that was all", "nothing else"), (f". {STOP}", f", thank you. {STOP}")),
 }
-# The same acts in sentences that no demonstration ever held: the user nobody met in training.
-STRANGER = {
-    "cancel": ("Cancel my order, please.", "An order of mine, can you cancel it?"),
-    "return": ("Take back an item, please.", "An item of mine, can I return it?"),
-    "exchange": ("Swap an item for me, please.", "An item of mine, can you exchange it?"),
-    "address": ("My order, can it be sent to a new address?", "Redirect my order, please."),
-    "track": ("My order, when does it arrive?", "Track my order, please."),
-    "price": ("My order, what did it cost?", "Tell me the price, please."),
-    "paid": ("My order, how did I pay for it?", "Tell me how I paid, please."),
-    "hello": ("", "Hello! "),
-    "also": ("Yes, please. ", "One more thing. "),
-    "name": ("It is {}.", "Hello, my name is {}."),
-    "number": ("My order is {}.", "I have the number {}."),
-    "hint": ("I want the one with the {}.", "My order is the one with the {}."),
-    "sorry": ("Pardon, it is {}.", "Sorry, my mistake. It is {}."),
-    "item": ("I have the {}.", "My item is the {}."),
-    "swap": ("It is the {}, and I want a {}.", "Please take the {}, for a {}."),
-    "place": ("The new address is {}.", "Please, to {}."),
-    "yes": ("Yes, that is right.", "Right, please."),
-    "no": ("No, sorry, {}.", "No. It is {}."),
-    "pardon": ("Sorry?",),
-    "bye": (f"No, thank you. {STOP}", f"Thank you, that is all. {STOP}"),
-}
+
+
+def sentences(stranger: bool) -> dict[str, tuple[str, ...]]:
+    """The phrase book of the scripted user, or of the stranger: {act: sentences}."""
+    book = {}
+    for act, parts in PARTS.items():
+        combos = itertools.product(*(enumerate(p) for p in parts))
+        book[act] = tuple("".join(w for _, w in c) for c in combos if (sum(i for i, _ in c) % 4 == 0) == stranger)
+    return book
+
+
+PHRASES, STRANGER = sentences(stranger=False), sentences(stranger=True)
 
 
 class Script:
@@ -515,21 +512,14 @@ class Script:
         return self.say("name" if self.wants.knows != "order" else "number", wrong or self.identity())
 
     def confirm(self, text: str) -> str:
-        """Yes to exactly what is wanted in the end, else what it should be. Knows no order number if it goes by hints."""
+        """Yes to a read-back that holds what is wanted in the end, else what it should be."""
         self.mind = m = outcome(self.mind)
-        detail, phrase = {
-            "cancel": (m.hint or m.order, f"the one with the {m.hint}" if m.hint else m.order),
-            "return": (m.item, f"the {m.item}"),
-            "exchange": (m.new, f"a {m.new}"),
-            "address": (m.new, f"to {m.new}"),
-        }.get(m.kind, ("", ""))
-        if not detail:
+        if m.kind not in WRITES:
             return self.say("pardon")
-        if detail in text and (m.kind != "exchange" or m.item in text):
+        if cared_for(m) in text:
             return self.say("yes")
-        if m.kind == "exchange" and m.item not in text:
-            phrase = f"the {m.item}, for a {m.new}"
-        return self.say("no", phrase)
+        words = {"cancel": "the one with the {}" if m.hint else "{}", "return": "the {}", "exchange": "a {}", "address": "to {}"}
+        return self.say("no", words[m.kind].format(cared_for(m)))
 
     def next_wish(self) -> Heard:
         self.index += 1
@@ -551,14 +541,14 @@ def mentions(text: str) -> dict[str, list[str]]:
     return found | {"name": re.findall(name, re.sub(place, "", text))}
 
 
-ASKS = {  # key words that tell a wish's kind, in the order in which they are looked for
-    "exchange": ("exchange", "swap", "Swap"),
-    "cancel": ("cancel", "Cancel"),
-    "return": ("return", "take an item back", "Take back"),
-    "address": ("address", "redirect", "Redirect"),
-    "track": ("arrive", "arrives", "track", "Track"),
-    "paid": ("How did I pay", "how my order was paid", "my payment", "how did I pay", "how I paid"),
-    "price": ("cost", "price", "what I paid"),
+ASKS = {  # key words that tell a wish's kind
+    "exchange": ("exchange", "swap"),
+    "cancel": ("cancel", "call off"),
+    "return": ("return", "back"),
+    "address": ("address", "redirect"),
+    "track": ("arrives", "track"),
+    "paid": ("paid", "payment"),
+    "price": ("cost", "price"),
 }
 
 
@@ -574,9 +564,9 @@ def meaning(text: str) -> tuple:
     """
     details = tuple(map(tuple, mentions(text).values()))
     wish = "" if any(details) else asked(text)
-    said = re.match(r"(No|Yes|That is right|Right)\b", text)
-    polarity = "" if not said or wish or STOP in text else "no" if said[0] == "No" else "yes"
-    return wish, polarity, STOP in text, details, re.match(r"(Pardon|Sorry)\?", text) is not None
+    said = re.match(r"(No|Not|Yes|That is right|Right)\b", text)
+    polarity = "" if not said or wish or STOP in text else "no" if said[0].startswith("No") else "yes"
+    return wish, polarity, STOP in text, details, text in PHRASES["pardon"] + STRANGER["pardon"]
 
 
 # ── Agents: the demonstrator and the null baselines ──────────────────────────────────────────────────────────────────
@@ -590,13 +580,12 @@ class Care:
     no_look: float = 0.0  # takes the first order listed without looking into it
     mixup: float = 0.0  # picks another item of the order
 
-    def careless(self) -> bool:
-        return bool(self.no_check or self.no_refusal)
-
 
 CAREFUL = Care()
 # The cold start's teacher: its success is what imitation alone can reach.
 TEACHER = Care(no_check=0.4, no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.08)
+# Whom the user's side practises with: reads back every time, and often the wrong thing.
+PRACTICE = Care(no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.3)
 CARELESS = Care(no_check=1.0, no_refusal=1.0)
 
 Agent = Generator[Call | str, str, None]

@@ -113,7 +113,7 @@ def test_combination_split_has_pairs_never_trained_on():
 def test_stranger_says_no_sentence_of_the_scripted_user():
     for act, phrases in shop.STRANGER.items():
         common = set(phrases) & set(shop.PHRASES[act])
-        assert common <= {""}, (act, common)
+        assert not common, (act, common)
     assert shop.STRANGER.keys() == shop.PHRASES.keys()
 
 
@@ -121,7 +121,7 @@ def test_every_sentence_means_the_same_to_meaning():
     """`meaning` reads kind, polarity and end from the words alone, for both phrase books."""
     for phrases in (shop.PHRASES, shop.STRANGER):
         for kind in (*shop.WRITES, *shop.READS):
-            assert {shop.asked(p) for p in phrases[kind]} == {kind}
+            assert phrases[kind] and {shop.asked(p) for p in phrases[kind]} == {kind}
         assert {shop.meaning(p)[1] for p in phrases["yes"]} == {"yes"}
         assert {shop.meaning(p.format("x"))[1] for p in phrases["no"]} == {"no"}
         assert all(shop.meaning(p)[2] for p in phrases["bye"])
