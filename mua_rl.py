@@ -440,7 +440,9 @@ def sft_rows(domain: shop.Shop, chat: Chat, cfg: Config, step: int) -> list[Cont
     rows: list[Context] = []
     for i in range(step * cfg.sft_talks, (step + 1) * cfg.sft_talks):
         rng = random.Random(f"demo {cfg.seed} {i}")
-        rows.append(agent_view(domain, chat, demonstration(domain, domain.task("train", cfg.seed, i), shop.TEACHER, rng)))
+        rows.append(
+            agent_view(domain, chat, demonstration(domain, domain.task("train", cfg.seed, i), shop.TEACHER, rng))
+        )
         task = fickle.task("train", cfg.seed, 500_000 + i)
         rows.append(user_view(domain, chat, task, demonstration(domain, task, shop.PRACTICE, rng)))
     return rows
@@ -1290,7 +1292,10 @@ def run(argv: list[str]) -> None:
             return
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
             raise
-        print(f"mua_rl: {error.filename}: {error.strerror}; make room or fix the folder, then use --resume", file=sys.stderr)
+        print(
+            f"mua_rl: {error.filename}: {error.strerror}; make room or fix the folder, then use --resume",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

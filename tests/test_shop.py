@@ -190,7 +190,7 @@ def test_tools_refuse_before_identification_and_change_nothing():
         ("cancel_order", {"order": ["#A10"]}),
         ("cancel_order", {"order": "#A10", "extra": 1}),
         ("find_customer", {"name": ""}),
-        ("exchange_item", {"order": "#A10", "item": "red bag", "new_item": ""}),
+        ("exchange_item", {"order": "#A10", "item": "red bag", "color": ""}),
     ],
 )
 def test_bad_calls_are_observations_and_change_nothing(name, arguments):
@@ -199,12 +199,12 @@ def test_bad_calls_are_observations_and_change_nothing(name, arguments):
     assert not world.written
 
 
-def test_an_exchange_needs_the_same_kind_in_a_color_that_exists():
+def test_an_exchange_needs_a_color_that_exists():
     task = next(t for i in range(N) if (t := SHOP.task("train", 0, i)).kind == "exchange" and not t.wants.slip)
     world, good = SHOP.world(task), task.gold[0].arguments
     world.call("get_order", {"order": good["order"]})
-    for new in ("purple " + good["item"].split()[1], good["new_item"].split()[0] + " spoon", "blue", "a b c"):
-        assert world.call("exchange_item", good | {"new_item": new}).startswith("Error: ")
+    for color in ("purple", "", "blue bag", "BLUE"):
+        assert world.call("exchange_item", good | {"color": color}).startswith("Error: ")
     assert not world.written
 
 
@@ -238,7 +238,7 @@ def test_schemas_come_from_signature_and_docstring():
     made = {s["function"]["name"]: s["function"] for s in map(schema, shop.TOOLS.values())}
     assert 6 <= len(made) <= 10
     exchange = made["exchange_item"]["parameters"]
-    assert exchange["required"] == ["order", "item", "new_item"]
+    assert exchange["required"] == ["order", "item", "color"]
     assert exchange["properties"]["item"] == {"type": "string", "description": "color and kind, such as red bag"}
     assert all("world" not in f["parameters"]["properties"] for f in made.values())
 

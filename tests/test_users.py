@@ -38,10 +38,10 @@ def test_the_change_of_mind_comes_at_the_first_read_back():
     task = task_of("exchange", changed=True, slip=False)
     wish, script = task.wants.wishes[0], SHOP.script(task, random.Random(0))
     script.begin()
-    assert wish.new in script.answer("Which item is it, and what do you want instead?").text
-    first = script.answer(f"Exchange in {wish.order}: {wish.item}, for {wish.new}. Is that right?").text
+    assert wish.new in script.answer("Which item is it, and which color instead?").text
+    first = script.answer(f"Shall I exchange in {wish.order} the {wish.item}, to {wish.new}?").text
     assert shop.meaning(first)[1] == "no" and wish.final in first
-    second = script.answer(f"Exchange in {wish.order}: {wish.item}, for {wish.final}. Is that right?").text
+    second = script.answer(f"Shall I exchange in {wish.order} the {wish.item}, to {wish.final}?").text
     assert shop.meaning(second)[1] == "yes"
 
 
@@ -49,7 +49,7 @@ def test_a_wrong_read_back_is_corrected():
     task = task_of("return", changed=False)
     wish, script = task.wants.wishes[0], SHOP.script(task, random.Random(0))
     script.begin()
-    text = script.answer(f"Return from {wish.order}: pink spoon. Is that right?").text
+    text = script.answer(f"Shall I return from {wish.order} the pink spoon?").text
     assert shop.meaning(text)[1] == "no" and wish.item in text
 
 
@@ -80,7 +80,7 @@ def test_the_audit_passes_the_script_in_other_words_and_finds_planted_faults():
         said = {who: [text for w, text in talk if w == who] for who in ("agent", "user")}
         assert user_fault(SHOP, task, said["agent"], said["user"]) is None, talk
         replies = list(said["user"])
-        replies[-1] = "Yes, I want to cancel an order."
+        replies[-1] = "I want to cancel an order."
         assert user_fault(SHOP, task, said["agent"], replies) is not None
         replies = list(said["user"])
         replies[0] = f"That is all. {STOP}"
@@ -90,12 +90,12 @@ def test_the_audit_passes_the_script_in_other_words_and_finds_planted_faults():
 def test_a_yes_to_the_wrong_thing_is_a_fault_of_kind_no():
     task = task_of("address", changed=True, slip=False)
     wish = task.wants.wishes[0]
-    ask = f"Send {wish.order} to {wish.new}. Is that right?"
+    ask = f"Shall I send {wish.order} to {wish.new}?"
     who = task.wants.name if task.wants.knows != "order" else wish.order
-    replies = ["Can you redirect my order?", f"{who}.", "Yes."]
+    replies = ["I need to redirect an order.", f"{who}.", f"To {wish.final}, yes."]
     assert user_fault(SHOP, task, ["What is your name or order number?", ask], replies) == "no"
 
 
 def test_what_the_script_cannot_understand_is_not_the_users_fault():
     task = task_of("cancel")
-    assert user_fault(SHOP, task, ["Gnarf."], ["Can you cancel my order?", "What?"]) is None
+    assert user_fault(SHOP, task, ["Gnarf."], ["I want to cancel an order, please.", "Hm?"]) is None
