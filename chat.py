@@ -677,7 +677,7 @@ CONTROLS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_
 PIECES = (
     r'\n?\{"name": "[a-z_]+", "arguments": \{(?:"[a-z_]+": ")?'
     r'|[\[\]{}",: ]*"[a-z_]+": [\[{"]*|[\]}"]+(?:, ")?\n?'
-    r"|(?:system|user|assistant)\n|[A-Z][a-z]+: |#[A-Z](?=\d)|\$?\d+|#+[A-Z]+#+"
+    r"|(?:system|user|assistant)\n|[A-Z][a-z]+(?: [a-z]+)?: |#[A-Z](?=\d)|\$?\d+|#+[A-Z]+#+"
     r"| ?[A-Za-z_']+ ?|[.,:?!] ?|\s|."
 )
 

@@ -658,11 +658,11 @@ def wire_induction(model: Decoder, seed: int) -> None:
     _mimetic_start(model, generator)
     size, D, half = cfg.hidden_size, cfg.head_dim, cfg.head_dim // 2
     group = cfg.num_attention_heads // cfg.num_key_value_heads
-    r = min(D, (size - 1) // 3)
-    basis = torch.randn(size, 3 * r, generator=generator)
+    r = min(D, (size - 1) // 2)
+    basis = torch.randn(size, 2 * r, generator=generator)
     basis[0] = 0  # coordinate 0 is the constant
     basis = torch.linalg.qr(basis).Q.to(model.head)  # orthogonal, so that P never disturbs A
-    A, P, C = basis.split(r, dim=1)  # [H, r] each
+    A, P = basis.split(r, dim=1)  # [H, r] each
     first, second = (model.model["layers"][i].self_attn for i in (0, 1))
 
     # Layer 0, kv head 0 and its query heads: one token back.
@@ -698,22 +698,6 @@ def wire_induction(model: Decoder, seed: int) -> None:
         noise = torch.randn(D, size, generator=generator).to(model.head) * 0.02 / size**0.5  # again: no twins
         second.q_proj.weight[h * D : (h + 1) * D] = noise
         second.q_proj.weight[h * D + slow] += A[:, read].T
-    if group < cfg.num_attention_heads and COMPARE:
-        kv, read = 1, torch.arange(len(slow)) % r
-        second.k_proj.weight[kv * D : (kv + 1) * D] = 0
-        second.k_proj.weight[kv * D + slow] = A[:, read].T
-        second.v_proj.weight[kv * D : (kv + 1) * D] = 0
-        second.v_proj.weight[kv * D : kv * D + r] = P.T
-        for h in range(group, 2 * group):
-            noise = torch.randn(D, size, generator=generator).to(model.head) * 0.02 / size**0.5  # again: no twins
-            second.q_proj.weight[h * D : (h + 1) * D] = noise
-            second.q_proj.weight[h * D + slow] += A[:, read].T
-            second.o_proj.weight[:, h * D : (h + 1) * D] = 0
-            for j in range(r):
-                if j % group == h - group: second.o_proj.weight[:, h * D + j] = C[:, j]
-
-
-COMPARE = True
 
 
 def _mimetic_start(model: Decoder, generator: torch.Generator) -> None:

@@ -192,7 +192,7 @@ TOOLS = {
 # ── Tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True)
 class Wish:
-    """One wish. `final` is what it must end as: the user says `first` until a write is read back, then corrects it."""
+    """One wish. `final` is what it must end as: until a write is read back the user says the rest."""
 
     kind: str  # cancel, return, exchange, address, track, price, paid
     order: str
@@ -218,10 +218,10 @@ class Wants:
 class Mix:
     """How often tasks have each trait (shares, 0 to 1)."""
 
-    two: float = 0.12
+    two: float = 0.08
     forbidden: float = 0.33
     changed: float = 0.33
-    slip: float = 0.10
+    slip: float = 0.08
     kinds: tuple[str, ...] = WRITES * 3 + READS
 
 
@@ -387,29 +387,18 @@ def facts(wish: Wish, db: dict) -> list[Fact]:
 
 
 # ── The user: instruction and script ─────────────────────────────────────────────────────────────────────────────────
-def cared_for(wish: Wish) -> str:
-    """The one detail a user compares when a write is read back, as it must be in the end."""
-    w = outcome(wish)
-    return {"cancel": w.hint or w.order, "return": w.item}.get(w.kind, w.new)
-
-
 def instruction(task: Task) -> str:
-    """What only the user sees. Plain lines. `Final` is what a read-back must hold: where it differs from what stands before
-    it, the user changes its mind when it hears the read-back; in any case it corrects what differs from it.
-    """
+    """What only the user sees. Plain lines; `Changed` is what the user wants instead once it hears the read-back."""
     w = task.wants
     lines = [f"You are {w.name}." if w.knows != "order" else "You do not give your name."]
     if w.slip:
         lines.append(f"At first you say {w.slip}.")
     for i, wish in enumerate(w.wishes):
-        where = f"the one with the {wish.hint}" if wish.hint else wish.order
-        lines.append(f"{'Then' if i else 'Wish'}: {wish.kind}. Order: {where}.")
-        if wish.item:
-            lines[-1] += f" Item: {wish.item}."
-        if wish.new:
-            lines[-1] += f" New: {wish.new}."
-        if wish.kind in WRITES:
-            lines[-1] += f" Final: {cared_for(wish)}."
+        order = f"the one with the {wish.hint}" if wish.hint else wish.order
+        final = f"the one with the {wish.final_hint}" if wish.final_hint else wish.final
+        fields = {"wish": wish.kind, "order": order, "item": wish.item, "new": wish.new, "changed": final}
+        label = (lambda key: f"Next {key}") if i else str.capitalize  # each label once, so that it leads to one detail
+        lines.append(" ".join(f"{label(key)}: {value}." for key, value in fields.items() if value))
     return "\n".join(lines)
 
 
@@ -439,10 +428,10 @@ PARTS = {
     ),
     "place": (("", "To ", "It is ", "Send it to ", "That is "), ("{}",), PLAIN),
     "yes": (("{}",), (", yes", ", yes indeed", ", yes, do that", ", yes, right"), PLAIN),
-    "no": (("{}",), (". Not that", ". That is wrong", ". Change it", ". I changed my mind"), PLAIN),
+    "no": (("{}",), (". I changed my mind", ". Not that", ". Change it", ". I mean that now"), PLAIN),
     "pardon": (("Pardon?", "Sorry?", "What?", "Excuse me?"),),
     "bye": (
-        ("No, ", "", "Well, "),
+        ("No, ", "Thanks, ", "Well, "),
         ("that is all", "that was all", "nothing else"),
         (f". {STOP}", f", thank you. {STOP}"),
     ),
@@ -463,8 +452,8 @@ PHRASES, STRANGER = sentences(stranger=False), sentences(stranger=True)
 
 class Script:
     """A scripted user: what it says is a function of the task and of what the agent has said so far; only the choice
-    of sentence is random. It hears key words, answers what it is asked, corrects a read-back that differs from what it
-    wants, and ends when its wishes are through.
+    of sentence is random. It hears key words, answers what it is asked, may change its mind when a write is read back,
+    and ends when its wishes are through.
     """
 
     def __init__(self, task: Task, rng: random.Random, phrases: dict = PHRASES):
@@ -490,7 +479,7 @@ class Script:
         if "Anything else" in text:
             return self.next_wish()
         if text.startswith("Shall I"):
-            return Heard(self.confirm(text))
+            return Heard(self.confirm())
         if "no such" in text:
             self.slipped = True
             return Heard(self.say("sorry", self.identity()))
@@ -516,17 +505,20 @@ class Script:
         self.slipped = True
         return self.say("name" if self.wants.knows != "order" else "number", wrong or self.identity())
 
-    def confirm(self, text: str) -> str:
-        """The detail as it must be in the end, then yes to a read-back that holds it, or no.
+    def confirm(self) -> str:
+        """The answer to a read-back: the detail as it is wanted, and yes; or, if the mind changes now, the new detail.
 
-        In this order on purpose: a small model that has just written the detail can see whether the read-back holds it,
-        which it hardly learns to see before (docs/evidence/what_mattered.md).
+        It does not check what it hears, it says what it wants: whether the agent heard it is the agent's business.
         """
-        self.mind = m = outcome(self.mind)
+        changed, self.mind = bool(self.mind.final), outcome(self.mind)
+        m = self.mind
         if m.kind not in WRITES:
             return self.say("pardon")
-        words = {"cancel": "The one with the {}" if m.hint else "{}", "return": "The {}"}.get(m.kind, "To {}")
-        return self.say("yes" if text.endswith(f"{cared_for(m)}?") else "no", words.format(cared_for(m)))
+        if m.kind == "cancel":
+            detail = f"The one with the {m.hint}" if m.hint else m.order
+        else:
+            detail = f"The {m.item}" if m.kind == "return" else f"To {m.new}"
+        return self.say("no" if changed else "yes", detail)
 
     def next_wish(self) -> Heard:
         self.index += 1
@@ -576,7 +568,7 @@ def meaning(text: str) -> tuple:
     """
     details = tuple(map(tuple, mentions(text).values()))
     wish = "" if any(details) else asked(text)
-    said = re.search(r"\b(yes|Not that|That is wrong|Change it|I changed)\b", text)
+    said = re.search(r"\b(yes|Not that|Change it|I changed|that now)\b", text)
     polarity = "" if not said else "yes" if said[0] == "yes" else "no"
     return wish, polarity, STOP in text, details, text in PHRASES["pardon"] + STRANGER["pardon"]
 
@@ -596,8 +588,8 @@ class Care:
 CAREFUL = Care()
 # The cold start's teacher: its success is what imitation alone can reach.
 TEACHER = Care(no_check=0.4, no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.08)
-# Whom the user's side practises with: reads back every time, and often the wrong thing.
-PRACTICE = Care(no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.3)
+# Whom the user's side practises with: always reads back.
+PRACTICE = Care(no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.08)
 CARELESS = Care(no_check=1.0, no_refusal=1.0)
 
 Agent = Generator[Call | str, str, None]
@@ -703,7 +695,7 @@ def read_back(kind: str, order: str, detail: tuple, hint: str, known: list[str],
     """Read the write back until the user says yes, taking corrections in. → (order, detail)."""
     if rng.random() < care.no_check:
         return order, detail
-    for _ in range(3):
+    for _ in range(4):
         text = yield describe(kind, order, detail, hint)
         if meaning(text)[1] != "no":
             break
