@@ -52,7 +52,7 @@ class Config:
     seed: int = 0
     run: str = ""  # the run's folder; empty: the next free runs/PRESET-seedSEED
     resume: str = ""  # a run's folder: go on where it stopped
-    steps: int = 90  # reinforcement learning steps
+    steps: int = 100  # reinforcement learning steps
     minutes: float = 0.0  # time budget for the whole run; 0: none. Stops cleanly, and can be resumed
     threads: int = 2  # CPU threads
 
@@ -79,7 +79,7 @@ class Config:
     user: str = "lm"  # who plays the user in training: lm (the frozen cold start) or scripted
     tasks: int = 16  # tasks a step
     group_size: int = 8  # G: conversations of each task
-    lr: float = 3e-4
+    lr: float = 5e-4
     warmup: int = 5
     cooldown: float = 0.3  # share of the steps in which the learning rate falls to 10 %
     minibatches: int = 2  # optimizer steps a batch
@@ -436,14 +436,14 @@ def sft_rows(domain: shop.Shop, chat: Chat, cfg: Config, step: int) -> list[Cont
     """The fresh demonstrations of a cold-start step. The agent's side learns from one demonstrator, the user's side from
     talks with another who reads back more, and with more of what is hard for a user. No talk is seen twice.
     """
-    fickle = dataclasses.replace(domain, mix=shop.Mix(two=0.4, forbidden=0.15, changed=0.5, slip=0.3))
+    agents = dataclasses.replace(domain, mix=shop.Mix(two=0.2, slip=0.15))
+    users = dataclasses.replace(domain, mix=shop.Mix(two=0.4, forbidden=0.15, changed=0.5, slip=0.3))
     rows: list[Context] = []
     for i in range(step * cfg.sft_talks, (step + 1) * cfg.sft_talks):
         rng = random.Random(f"demo {cfg.seed} {i}")
-        rows.append(
-            agent_view(domain, chat, demonstration(domain, domain.task("train", cfg.seed, i), shop.TEACHER, rng))
-        )
-        task = fickle.task("train", cfg.seed, 500_000 + i)
+        task = agents.task("train", cfg.seed, i)
+        rows.append(agent_view(domain, chat, demonstration(domain, task, shop.TEACHER, rng)))
+        task = users.task("train", cfg.seed, 500_000 + i)
         rows.append(user_view(domain, chat, task, demonstration(domain, task, shop.PRACTICE, rng)))
     return rows
 

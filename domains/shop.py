@@ -40,6 +40,7 @@ GREETING = "Hello, how can I help you?"
 
 POLICY = """You are the service agent of a small shop. You help one customer at a time, with tools that read and write the shop's database.
 - Identify the customer first: by full name (find_customer) or by an order number (get_order).
+- If the customer does not know an order's number, find it by an item in it (find_order).
 - Look at an order (get_order) before you promise anything about it.
 - A pending order can be cancelled, or sent to another address. It cannot be returned or exchanged: say it is "not delivered yet".
 - A delivered order can have an item returned or exchanged for another color. It cannot be cancelled or redirected: say it is "already delivered".
@@ -103,6 +104,18 @@ def find_customer(world: World, name: str):
         raise ToolError("no such customer")
     world.identified.add(name)
     return {"orders": row["orders"]}
+
+
+def find_order(world: World, name: str, item: str):
+    """Find the order of an identified customer that holds an item.
+    name: first and last name
+    item: color and kind, such as red bag"""
+    if name not in world.identified:
+        raise ToolError("identify the customer first")
+    for order in world.read("customers", name)["orders"]:
+        if item in world.read("orders", order)["items"]:
+            return {"order": order}
+    raise ToolError("no such item")
 
 
 def get_order(world: World, order: str):
@@ -177,6 +190,7 @@ TOOLS = {
     t.__name__: t
     for t in (
         find_customer,
+        find_order,
         get_order,
         get_delivery,
         get_payment,
@@ -587,7 +601,7 @@ class Care:
 
 CAREFUL = Care()
 # The cold start's teacher: its success is what imitation alone can reach.
-TEACHER = Care(no_check=0.4, no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.08)
+TEACHER = Care(no_check=0.5, no_refusal=0.5, no_action=0.04, no_look=0.3, mixup=0.08)
 # Whom the user's side practises with: always reads back.
 PRACTICE = Care(no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.08)
 CARELESS = Care(no_check=1.0, no_refusal=1.0)
@@ -598,53 +612,54 @@ Agent = Generator[Call | str, str, None]
 def demonstrator(care: Care, rng: random.Random) -> Agent:
     """An agent that knows the job: identify, look, refuse or ask, read back, act, go on. Yields calls and messages."""
     text = yield ""
-    known: list[str] = []  # the identified customer's orders, when found by name
+    customer: dict = {}  # once identified: "name" and "orders", or nothing known but that there is one
     while True:
         kind = asked(text)
-        order, row, hint, known = yield from find_order(text, known, care, rng)
-        text = yield from serve(kind, order, row, hint, known, care, rng)
+        order, row, hint, customer = yield from find(text, customer, care, rng)
+        text = yield from serve(kind, order, row, hint, customer, care, rng)
         if STOP in text:
             return
 
 
-def find_order(text: str, known: list[str], care: Care, rng: random.Random):
-    """Identify the customer if need be and find the order meant. → (order, its row as text, the item named, known)."""
+def find(text: str, customer: dict, care: Care, rng: random.Random):
+    """Identify the customer if need be and find the order meant. → (order, its row as text, the item named, customer)."""
     order = hint = ""
-    if not known:
+    if not customer:
         text = yield rng.choice(("May I have your name or order number?", "What is your name or order number?"))
-    while not known and not order:
+    while not customer and not order:
         found = mentions(text)
         if found["name"]:
             result = yield Call("find_customer", {"name": found["name"][0]})
-            known = mentions(result)["order"]
+            orders = mentions(result)["order"]
+            customer = {"name": found["name"][0], "orders": orders} if orders else {}
         elif found["order"]:
             result = yield Call("get_order", {"order": found["order"][0]})
             order = "" if "Error" in result else found["order"][0]
-        if not known and not order:
+        if not customer and not order:
             what = "customer" if found["name"] else "order"
             text = yield f"There is no such {what}. What is the right one?"
     if not order:
         text = yield rng.choice(("Which order is it?", "Which order do you mean?"))
         hint = (mentions(text)["item"] or [""])[0]
-        order, result = yield from look_up(text, known, care, rng)
-    return order, result, hint, known or [order]
+        order, result = yield from look_up(text, customer, care, rng)
+    return order, result, hint, customer or {"name": "", "orders": [order]}
 
 
-def look_up(text: str, known: list[str], care: Care, rng: random.Random):
+def look_up(text: str, customer: dict, care: Care, rng: random.Random):
     """Find the order a reply means, by number or by an item in it. → (order, the order's row as text)."""
     found = mentions(text)
     if found["order"]:
-        result = yield Call("get_order", {"order": found["order"][0]})
-        return found["order"][0], result
-    lazy = rng.random() < care.no_look
-    for order in known:
-        result = yield Call("get_order", {"order": order})
-        if lazy or (found["item"] and found["item"][0] in result):
-            break
+        order = found["order"][0]
+    elif rng.random() < care.no_look:
+        order = customer["orders"][0]
+    else:
+        result = yield Call("find_order", {"name": customer["name"], "item": found["item"][0]})
+        order = mentions(result)["order"][0]
+    result = yield Call("get_order", {"order": order})
     return order, result
 
 
-def serve(kind: str, order: str, row: str, hint: str, known: list[str], care: Care, rng: random.Random):
+def serve(kind: str, order: str, row: str, hint: str, customer: dict, care: Care, rng: random.Random):
     """One wish, from the looked-up order to "Anything else?". → the user's next message."""
     if kind in READS:
         result = yield Call("get_delivery" if kind == "track" else "get_payment", {"order": order})
@@ -655,7 +670,7 @@ def serve(kind: str, order: str, row: str, hint: str, known: list[str], care: Ca
     if wanted not in row and rng.random() >= care.no_refusal:
         return (yield f"Sorry, {order} is {REFUSALS[wanted == 'delivered']}. Anything else?")
     detail, text = yield from ask_details(kind, row, care, rng)
-    order, detail = yield from read_back(kind, order, detail, hint, known, care, rng)
+    order, detail = yield from read_back(kind, order, detail, hint, customer, care, rng)
     if rng.random() >= care.no_action:
         yield write(kind, order, detail)
     return (yield rng.choice(("Done. Anything else?", "That is done. Anything else?")))
@@ -691,7 +706,7 @@ def write(kind: str, order: str, detail: tuple[str, ...]) -> Call:
     return gold_actions(wish)[0]
 
 
-def read_back(kind: str, order: str, detail: tuple, hint: str, known: list[str], care: Care, rng: random.Random):
+def read_back(kind: str, order: str, detail: tuple, hint: str, customer: dict, care: Care, rng: random.Random):
     """Read the write back until the user says yes, taking corrections in. → (order, detail)."""
     if rng.random() < care.no_check:
         return order, detail
@@ -702,7 +717,7 @@ def read_back(kind: str, order: str, detail: tuple, hint: str, known: list[str],
         found = mentions(text)
         if kind == "cancel":
             hint = (found["item"] or [""])[0]
-            order, _ = yield from look_up(text, [o for o in known if o != order] or known, care, rng)
+            order, _ = yield from look_up(text, customer, care, rng)
         elif kind == "exchange":
             detail = (detail[0], *(found["color"][:1] or detail[1:]))
         else:
