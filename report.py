@@ -141,9 +141,7 @@ def _success_rows(summary: dict) -> list[dict]:
     for name, x in found.items():
         x = x if isinstance(x, dict) else {"success": x}
         pass_k = x.get("pass_k") if isinstance(x.get("pass_k"), dict) else {}
-        figures = {
-            key: x.get(key) if _is_number(x.get(key)) else None for key in ("success", "lo", "hi", "n")
-        }
+        figures = {key: x.get(key) if _is_number(x.get(key)) else None for key in ("success", "lo", "hi", "n")}
         text = "  ".join(f"pass^{k} {_percent(v)}" for k, v in sorted(pass_k.items()))
         rows.append({"name": name.replace("_", " "), "pass_k": text, **figures})
     return rows
@@ -593,9 +591,7 @@ def show(run: Path, episode: int | None = None, file=None) -> None:
     """
     run, file = _folder(run), file or sys.stdout
     if not (run / "config.json").exists():
-        raise UserError(
-            f"{run} has no config.json, so no run began in it: give the path of a run, as in runs/NAME"
-        )
+        raise UserError(f"{run} has no config.json, so no run began in it: give the path of a run, as in runs/NAME")
     _, summary, episodes = _object(run / "config.json"), _object(run / "summary.json"), _episodes(run)
     resume = f"continue it with train --resume {run}"
     if not summary and not episodes:
@@ -615,9 +611,7 @@ def show(run: Path, episode: int | None = None, file=None) -> None:
     number = len(episodes) - 1 if episode is None else episode
     for kind, text in _talk(number, episodes[number]) if episodes else []:
         colour = ANSI.get(kind) if file.isatty() and not os.environ.get("NO_COLOR") else None
-        clean = "".join(
-            c if c.isprintable() or c == "\n" else "\ufffd" for c in text
-        )  # no escape of a model's own
+        clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)  # no escape of a model's own
         print(f"\x1b[{colour}m{clean}\x1b[0m" if colour else clean, file=file)
 
 

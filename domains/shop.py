@@ -669,7 +669,7 @@ def serve(kind: str, order: str, row: str, hint: str, customer: dict, care: Care
     wanted = "pending" if kind in ("cancel", "address") else "delivered"
     if wanted not in row and rng.random() >= care.no_refusal:
         return (yield f"Sorry, {order} is {REFUSALS[wanted == 'delivered']}. Anything else?")
-    detail, text = yield from ask_details(kind, row, care, rng)
+    detail, _text = yield from ask_details(kind, row, care, rng)
     order, detail = yield from read_back(kind, order, detail, hint, customer, care, rng)
     if rng.random() >= care.no_action:
         yield write(kind, order, detail)

@@ -86,7 +86,10 @@ def test_batch_predicts_every_agent_token_from_the_position_before_it_and_nothin
 
 def test_a_batch_refuses_agent_tokens_without_log_probs_and_the_reverse():
     good = random_rows(1)[0][0]
-    for change in (lambda c: c.logprobs.__setitem__(len(c.ids) - 1, math.nan), lambda c: c.roles.__setitem__(-1, Role.USER)):
+    for change in (
+        lambda c: c.logprobs.__setitem__(len(c.ids) - 1, math.nan),
+        lambda c: c.roles.__setitem__(-1, Role.USER),
+    ):
         ctx = random_row(random.Random(1), 9)
         ctx.sampled(2, -1.0)
         ctx.sampled(3, -1.0)
@@ -238,7 +241,9 @@ def test_what_each_exit_teaches():
         for overlong in ("mask", "train"):
             rows = mua_rl.trained_rows([*group, member], dataclasses.replace(CFG, overlong=overlong))
             is_overlong = exit in ("context_full", "reply_full")
-            assert (member in [t for t, _ in rows]) == (exit != "user_failed" and (overlong == "train" or not is_overlong))
+            assert (member in [t for t, _ in rows]) == (
+                exit != "user_failed" and (overlong == "train" or not is_overlong)
+            )
             win = next(a for t, a in rows if t is group[0])
             others = [1.0, 0.0] + ([reward[rule.reward]] if rule.counts else [])
             mean = sum(others) / len(others)

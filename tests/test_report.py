@@ -52,9 +52,7 @@ def an_episode(step: int, task: int, member: int, rng: random.Random) -> dict:
 
 
 def some_metrics(steps: int, rng: random.Random) -> list[dict]:
-    rows = [
-        {"phase": "sft", "step": i, "tokens": 2000, "loss": 5 * math.exp(-i / 30) + 0.1} for i in range(150)
-    ]
+    rows = [{"phase": "sft", "step": i, "tokens": 2000, "loss": 5 * math.exp(-i / 30) + 0.1} for i in range(150)]
     for stage, step, success in (
         ("cold_start", 0, 0.45),
         ("during", steps // 2, 0.7),
@@ -105,9 +103,7 @@ def run(tmp_path):
 
 
 def data_of(page: str) -> dict:
-    return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S).group(1)
-    )
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S).group(1))
 
 
 def shown(run, episode=None) -> str:
@@ -117,9 +113,7 @@ def shown(run, episode=None) -> str:
 
 
 def test_imports_nothing_that_trains():
-    code = (
-        "import report, sys; print([m for m in ('torch', 'matplotlib', 'transformers') if m in sys.modules])"
-    )
+    code = "import report, sys; print([m for m in ('torch', 'matplotlib', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -200,13 +194,11 @@ def test_page_is_self_contained_and_holds_the_run(run):
     rows = {row["name"]: row for row in data["success"]}
     assert rows["final"]["lo"] == 0.85 and "pass^4 71.0 %" in rows["final"]["pass_k"]
     assert (
-        rows["null: act_without_asking".replace("_", " ")]["success"] == 0.061
-        and rows["careless"]["success"] == 0.55
+        rows["null: act_without_asking".replace("_", " ")]["success"] == 0.061 and rows["careless"]["success"] == 0.55
     )
     facts = dict(data["facts"])
     assert (
-        facts["user fault rate"] == "3.1 %"
-        and facts["seconds by phase"] == "sft 4.7 min · rl 11.7 min · eval 90.0 s"
+        facts["user fault rate"] == "3.1 %" and facts["seconds by phase"] == "sft 4.7 min · rl 11.7 min · eval 90.0 s"
     )
     assert facts["wall time"] == "18.8 min" and facts["sampled tokens"] == "1,234,567"
     assert len(data["episodes"]) == 32 and data["episodes"][0]["roles"] == [4, 4, 1, 1, 4, 4, 3, 3, 3, 3]
@@ -256,9 +248,7 @@ def browser_text(page, tmp_path) -> str:
     return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
 
 
-needs_browser = pytest.mark.skipif(
-    not shutil.which("chromium"), reason="needs chromium: apt-get install chromium"
-)
+needs_browser = pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium: apt-get install chromium")
 
 
 @needs_browser
@@ -329,7 +319,7 @@ def test_show_names_what_is_wrong_and_the_remedy(run, tmp_path):
     for folder in (tmp_path / "absent", run / "config.json"):
         with pytest.raises(UserError, match=f"no run folder at {re.escape(str(folder))}: give"):
             shown(folder)
-    with pytest.raises(UserError, match="no episode 99 in .*it has 32, numbered from 0"):
+    with pytest.raises(UserError, match=r"no episode 99 in .*it has 32, numbered from 0"):
         shown(run, 99)
     with pytest.raises(UserError, match="no episode -1"):
         shown(run, -1)
@@ -338,8 +328,8 @@ def test_show_names_what_is_wrong_and_the_remedy(run, tmp_path):
         shown(run)
     (run / "summary.json").unlink()
     (run / "episodes.jsonl.gz").unlink()
-    with pytest.raises(UserError, match="half-written.*--resume"):
+    with pytest.raises(UserError, match=r"half-written.*--resume"):
         shown(run)
     (run / "config.json").unlink()
-    with pytest.raises(UserError, match="no config.json"):
+    with pytest.raises(UserError, match=r"no config.json"):
         shown(run)

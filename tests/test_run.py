@@ -25,7 +25,7 @@ DRIVER = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import mua_rl
 mua_rl.advantages = lambda rewards, eps=0: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
-mua_rl.run(sys.argv[1:])
+mua_rl.command_line(sys.argv[1:])
 """
 
 
@@ -78,7 +78,15 @@ def wait_for(process, run, phase, n):
 
 def test_a_run_leaves_everything_a_person_looks_at(unbroken):
     made = {p.name for p in unbroken.iterdir()}
-    assert made >= {"config.json", "metrics.jsonl", "episodes.jsonl.gz", "checkpoint", "curves.png", "report.html", "summary.json"}
+    assert made >= {
+        "config.json",
+        "metrics.jsonl",
+        "episodes.jsonl.gz",
+        "checkpoint",
+        "curves.png",
+        "report.html",
+        "summary.json",
+    }
     summary = json.loads((unbroken / "summary.json").read_text())
     assert summary.keys() >= set(
         "preset seed wall_s peak_rss_mb null careless cold_start final unseen_user unseen_combination user_fault_rate "
@@ -139,13 +147,13 @@ def test_ctrl_c_finishes_the_step_and_resumes_to_the_same_bits(tmp_path, unbroke
 
 
 def test_a_checkpoint_cut_by_a_kill_is_passed_over(tmp_path, unbroken):
-    import mua_rl
+    from run import checkpoint_of
 
     for name in ("checkpoint.new", "checkpoint.old"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint.new" / "model.safetensors").write_bytes(b"half")
     (tmp_path / "checkpoint.old" / "state.json").write_text("{}")
-    assert mua_rl.checkpoint_of(tmp_path).name == "checkpoint.old"
+    assert checkpoint_of(tmp_path).name == "checkpoint.old"
 
 
 BAD = {
@@ -187,7 +195,12 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path, unbroken, line):
 def test_damaged_checkpoints_are_one_line_and_exit_2(tmp_path, unbroken):
     import shutil
 
-    for name, content in (("model.safetensors", b"\x00" * 50), ("config.json", b"{}"), ("tokenizer.json", b"{"), ("state.json", b"{")):
+    for name, content in (
+        ("model.safetensors", b"\x00" * 50),
+        ("config.json", b"{}"),
+        ("tokenizer.json", b"{"),
+        ("state.json", b"{"),
+    ):
         run = tmp_path / name
         shutil.copytree(unbroken, run)
         (run / "checkpoint" / name).write_bytes(content)

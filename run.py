@@ -1,0 +1,236 @@
+"""The run folder: checkpoints that survive a kill, metrics and episodes that a resumed run continues, a clock, a live bar.
+
+Nothing here knows what is trained. Weights and optimizer state are safetensors, the rest is JSON; nothing is unpickled.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+import model as models
+import report
+from chat import Chat, UserError
+
+
+class Clock:
+    """Seconds by phase: `with clock("training"): …`. Time inside an inner phase is not counted twice."""
+
+    def __init__(self, seconds: dict[str, float] | None = None):
+        self.seconds = Counter(seconds or {})
+        self.stack: list[str] = []
+        self.since = time.monotonic()
+
+    def _lap(self) -> None:
+        now = time.monotonic()
+        if self.stack:
+            self.seconds[self.stack[-1]] += now - self.since
+        self.since = now
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        self._lap()
+        self.stack.append(phase)
+        try:
+            yield
+        finally:
+            self._lap()
+            self.stack.pop()
+
+
+@dataclass
+class State:
+    """How far a run is: what, with the weights and the optimizer, a resumed run goes on from."""
+
+    phase: str = "sft"  # the phase that `step` counts in: sft, rl, done
+    step: int = 0  # finished steps of that phase
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    results: dict = field(default_factory=dict)  # evaluations and baselines so far
+
+
+def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Optimizer state as named tensors "optimizer.parameter.name"."""
+    out = {}
+    for i, optimizer in enumerate(optimizers):
+        for p, values in optimizer.state_dict()["state"].items():
+            out |= {f"{i}.{p}.{k}": torch.as_tensor(v).contiguous() for k, v in values.items() if v is not None}
+    return out
+
+
+def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
+    """The reverse of `optimizer_tensors`."""
+    for i, optimizer in enumerate(optimizers):
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            which, p, name = key.split(".", 2)
+            if int(which) == i:
+                state.setdefault(int(p), {})[name] = value
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: State, name: str = "checkpoint") -> None:
+    """Write run/NAME whole beside the old one, sync it, and only then put it in the old one's place."""
+    new, old, target = run / f"{name}.new", run / f"{name}.old", run / name
+    remove(new)
+    new.mkdir()
+    models.save(policy, new)
+    chat.save(new)
+    try:
+        save_file(optimizer_tensors(optimizers), new / "optimizer.safetensors")
+    except SafetensorError as error:
+        raise UserError(f"{new}: cannot be written ({error}); make room, then use --resume {run}") from None
+    (new / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
+    for path in [*new.iterdir(), new]:
+        sync(path)
+    if target.exists():
+        remove(old)
+        target.rename(old)
+    new.rename(target)
+    sync(run)
+    remove(old)
+
+
+def remove(folder: Path) -> None:
+    for path in folder.iterdir() if folder.exists() else ():
+        path.unlink()
+    if folder.exists():
+        folder.rmdir()
+
+
+def sync(path: Path) -> None:
+    """Make a file or folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checkpoint_of(run: Path, name: str = "checkpoint") -> Path:
+    """The newest whole checkpoint: a kill between the two renames of `save_checkpoint` leaves it under `.old`."""
+    for folder in (run / name, run / f"{name}.old"):
+        if (folder / "state.json").exists():
+            return folder
+    raise UserError(
+        f"{run} holds no whole {name}: give the folder of a run that has made its first one, such as runs/tiny-seed0"
+    )
+
+
+def load_state(folder: Path) -> State:
+    try:
+        return State(**json.loads((folder / "state.json").read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{folder / 'state.json'} is damaged ({error}); start a new run") from None
+
+
+class Run:
+    """A run's folder: appends metrics and episodes, and cuts off what a resumed run will write again."""
+
+    def __init__(self, folder: Path, cfg):
+        self.folder, self.cfg = folder, cfg
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
+        except OSError as error:
+            raise UserError(f"--run {folder}: {error.strerror}; give a folder that can be written to") from None
+
+    def log(self, phase: str, step: int, **values) -> None:
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"phase": phase, "step": step} | values) + "\n")
+            file.flush()
+
+    def forget_after(self, state: State) -> None:
+        """Drop the metrics and episodes of steps that a checkpoint does not hold."""
+
+        def kept(row: dict) -> bool:
+            if row["phase"] == "eval":
+                return row.get("name") in state.results
+            return (row["phase"] == "sft" and state.phase == "rl") or (
+                row["phase"] == state.phase and row["step"] < state.step
+            )
+
+        metrics, episodes = self.folder / "metrics.jsonl", self.folder / "episodes.jsonl.gz"
+        if metrics.exists():
+            rows = [r for r in report.read_metrics(metrics) if kept(r)]
+            metrics.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        if episodes.exists():
+            rows = [e for e in report.read_episodes(episodes) if kept(e)]
+            episodes.unlink()
+            report.append_episodes(episodes, rows)
+
+    def episodes(self, domain, chat: Chat, groups: list[list], tasks: list, user: str, advantages, **where) -> None:
+        """Append groups of conversations to episodes.jsonl.gz, with their tokens, to be looked at. advantages: a function."""
+        rows = []
+        for task, group in zip(tasks, groups, strict=True):
+            for t, A in zip(group, advantages([t.reward for t in group]), strict=True):
+                rows.append(
+                    where
+                    | {"task": t.task, "kind": t.kind, "split": t.split, "member": t.member, "user": user}
+                    | {"reward": t.reward, "exit": t.exit, "advantage": A, "diff": list(t.diff), "turns": list(t.turns)}
+                    | {"instruction": domain.instruction(task), "tokens": [chat.decode([i]) for i in t.ids]}
+                    | {"roles": list(t.roles), "logprobs": [None if math.isnan(p) else round(p, 4) for p in t.logprobs]}
+                )
+        report.append_episodes(self.folder / "episodes.jsonl.gz", rows)
+
+
+class Progress:
+    """A live bar on a terminal, plain lines elsewhere (every 20 seconds or at a phase's end)."""
+
+    def __init__(self):
+        from rich.console import Console  # here: only what runs for long shows progress
+
+        self.console = Console(stderr=True)
+        self.live = self.console.is_terminal
+        self.bar = self.task = None
+        self.phase, self.began, self.first, self.printed = "", 0.0, 0, 0.0
+
+    def __enter__(self):
+        if self.live:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                "{task.description}",
+                BarColumn(20),
+                "{task.completed}/{task.total}",
+                TextColumn("{task.fields[note]}"),
+            )
+            self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console)
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_):
+        if self.bar:
+            self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def step(self, phase: str, done: int, total: int, **values: float) -> None:
+        """One more step of a phase is done."""
+        now = time.monotonic()
+        if phase != self.phase:
+            self.phase, self.began, self.first = phase, now, done
+            if self.bar:
+                self.task = self.bar.add_task(phase, total=total, note="")
+        note = " ".join(f"{k} {v:,.0f}" if abs(v) >= 100 else f"{k} {v:.3g}" for k, v in values.items())
+        if self.bar:
+            self.bar.update(self.task, completed=done, note=note)
+        elif now - self.printed > 20 or done == total:
+            self.printed = now
+            left = (now - self.began) / max(1, done - self.first) * (total - done) / 60
+            self.say(
+                f"{phase} {done}/{total} {note}" + (f", about {left:.1f} minutes left" if done > self.first else "")
+            )
