@@ -630,24 +630,23 @@ def _gguf_tensors(reader, cfg: ModelConfig, dtype) -> dict[str, Tensor]:
 
 # ---------------------------------------------------------------------------------------------------- induction head
 @torch.no_grad()
+# Why. An agent must copy names and order numbers it has never seen. Transformers do that with two heads in a row
+# (Olsson et al. 2022, "In-context Learning and Induction Heads"), and a small model on a few hundred thousand tokens
+# never finds the pair by itself. So we write it in; everything stays ordinary weights, free to be trained away.
+#
+# How, on the text  … a b … a  ?   where the model should answer b:
+#   layer 0 looks one token back. Every embedding has the same number in coordinate 0, and this head's q and k read
+#     nothing else, so its score depends only on the distance: RoPE turns keys by position, and with q turned back by
+#     one position the two agree best at distance 1. The fastest RoPE pairs notice a step of one. What it sees there
+#     (v: r random directions A of the token) it writes into r other directions P: at b, P now says "after a".
+#   layer 1 looks for itself in P. Its k reads P ("I come after a"), its q reads A of the token at hand ("I am a"), and
+#     the two agree at b. The slowest RoPE pairs carry them, since these hardly turn within a conversation: the match
+#     must not depend on how long ago it was. q- and k-norm weights of 2 sharpen both layers.
+#   Its output copies: W_O = ½·W_Vᵀ brings back the very directions that v read, so b's own embedding grows. All other
+#     heads start as such copiers too ("mimetic", Trockman & Kolter 2023); the MLPs start silent (down_proj = 0).
+# Only the first half of the query heads of layer 1 is wired: the rest has to learn everything else.
 def wire_induction(model: Decoder, seed: int) -> None:
     """Overwrite all weights of a Qwen3-layout model with a start in which an *induction head* is already written.
-
-    Why. An agent must copy names and order numbers it has never seen. Transformers do that with two heads in a row
-    (Olsson et al. 2022, "In-context Learning and Induction Heads"), and a small model on a few hundred thousand tokens
-    never finds the pair by itself. So we write it in; everything stays ordinary weights, free to be trained away.
-
-    How, on the text  … a b … a  ?   where the model should answer b:
-      layer 0 looks one token back. Every embedding has the same number in coordinate 0, and this head's q and k read
-        nothing else, so its score depends only on the distance: RoPE turns keys by position, and with q turned back by
-        one position the two agree best at distance 1. The fastest RoPE pairs notice a step of one. What it sees there
-        (v: r random directions A of the token) it writes into r other directions P: at b, P now says "after a".
-      layer 1 looks for itself in P. Its k reads P ("I come after a"), its q reads A of the token at hand ("I am a"), and
-        the two agree at b. The slowest RoPE pairs carry them, since these hardly turn within a conversation: the match
-        must not depend on how long ago it was. q- and k-norm weights of 2 sharpen both layers.
-      Its output copies: W_O = ½·W_Vᵀ brings back the very directions that v read, so b's own embedding grows. All other
-        heads start as such copiers too ("mimetic", Trockman & Kolter 2023); the MLPs start silent (down_proj = 0).
-    Only the first half of the query heads of layer 1 is wired: the rest has to learn everything else.
 
     Seeded: the result depends on `seed` and the shape only. Raises UserError without qk_norm or a second layer.
     """
