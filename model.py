@@ -629,7 +629,6 @@ def _gguf_tensors(reader, cfg: ModelConfig, dtype) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------- induction head
-@torch.no_grad()
 # Why. An agent must copy names and order numbers it has never seen. Transformers do that with two heads in a row
 # (Olsson et al. 2022, "In-context Learning and Induction Heads"), and a small model on a few hundred thousand tokens
 # never finds the pair by itself. So we write it in; everything stays ordinary weights, free to be trained away.
@@ -645,6 +644,7 @@ def _gguf_tensors(reader, cfg: ModelConfig, dtype) -> dict[str, Tensor]:
 #   Its output copies: W_O = ½·W_Vᵀ brings back the very directions that v read, so b's own embedding grows. All other
 #     heads start as such copiers too ("mimetic", Trockman & Kolter 2023); the MLPs start silent (down_proj = 0).
 # Only the first half of the query heads of layer 1 is wired: the rest has to learn everything else.
+@torch.no_grad()
 def wire_induction(model: Decoder, seed: int) -> None:
     """Overwrite all weights of a Qwen3-layout model with a start in which an *induction head* is already written.
 
