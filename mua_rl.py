@@ -53,7 +53,7 @@ class Config:
     seed: int = 0
     run: str = ""  # the run's folder; empty: the next free runs/PRESET-seedSEED
     resume: str = ""  # a run's folder: go on where it stopped
-    steps: int = 100  # reinforcement learning steps
+    steps: int = 50  # reinforcement learning steps
     minutes: float = 0.0  # time budget for the whole run; 0: none. Stops cleanly, and can be resumed
     threads: int = 2  # CPU threads
 
@@ -100,7 +100,7 @@ class Config:
     slots: int = 160  # conversations at once
     micro_tokens: int = 3072  # padded tokens in one forward and backward
 
-    eval_every: int = 30
+    eval_every: int = 10
     eval_tasks: int = 100  # during training
     test_tasks: int = 250  # before and after
     trials: int = 4  # conversations a task, after

@@ -1,10 +1,10 @@
 """What a domain is made of: tools, tasks, private worlds and rewards. No torch, no conversation, no model.
 
 A *domain* is an object with
-    name, system (prompt text), greeting (what an agent says on picking up the phone), tools (JSON schemas),
-    tasks(split, n, seed) → list[Task],  world(task) → World,
-    instruction(task) → str (only the user sees it),  script(task, style) → a scripted user of `user_sim`,
-    demonstrator() / baselines() → scripted agents (see `play`).
+    name, system (prompt text or None), tools (JSON schemas or None), greeting (what the agent says on picking up the phone),
+    task(split, seed, index) → Task,  world(task) → World,
+    instruction(task) → str (only the user sees it),  script(task, rng, style) → a scripted user (`begin`, `answer`),
+    meaning(text) → what a user's message does, whatever its words.
 What it leaves out: words about *how* an agent or a user speaks; those are the domain's own.
 """
 
@@ -25,7 +25,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Fact:
-    """Something the agent must tell the user: one of `values` (a closed list), namely `value`."""
+    """Something the agent must tell the user: of `values` (a closed list) this one and no other; "": none of them."""
 
     value: str
     values: tuple[str, ...]
@@ -92,10 +92,6 @@ class World:
         self.transferred = False
         self.calls: list[Call] = []
         self.messages: list[str] = []  # what the agent told the user
-
-    def rows(self, table: str):
-        """The keys of a table."""
-        return self.task.db[table].keys() | {k for t, k in self.written if t == table}
 
     def read(self, table: str, key: str) -> Any:
         """A row, to look at and not to touch, or None."""
@@ -171,10 +167,10 @@ def missing_facts(told: tuple[Fact, ...], messages: list[str]) -> list[str]:
     """
     text, missing = "\n".join(messages), []
     for values in dict.fromkeys(f.values for f in told):
-        needed = {f.value for f in told if f.values == values}
+        needed = {f.value for f in told if f.values == values} - {""}
         named = {v for v in values if re.search(rf"(?<![\w$]){re.escape(v)}(?!\w)", text)}
         if named != needed:
-            missing += sorted(needed)
+            missing += sorted(needed) or [f"none of {', '.join(values)}"]
     return missing
 
 

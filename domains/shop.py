@@ -9,6 +9,7 @@ Deliberately left out: stock keeping and money movements. Payment is read, never
 """
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Generator
@@ -42,10 +43,10 @@ POLICY = """You are the service agent of a small shop. You help one customer at 
 - Identify the customer first: by full name (find_customer) or by an order number (get_order).
 - If the customer does not know an order's number, find it by an item in it (find_order).
 - Look at an order (get_order) before you promise anything about it.
-- A pending order can be cancelled, or sent to another address. It cannot be returned or exchanged: say it is "not delivered yet".
-- A delivered order can have an item returned or exchanged for another color. It cannot be cancelled or redirected: say it is "already delivered".
+- A pending order can be cancelled, or, once, sent to another address. Nothing in it can be returned or exchanged: say it is "not delivered yet", and its day.
+- Each item of a delivered order can, once, be returned or exchanged for another color. The order cannot be cancelled or redirected: say it is "already delivered", and its day.
 - Before any write, read back what you are going to do and get a yes. If the customer corrects you, read back again.
-- Answer questions about delivery (get_delivery) and payment (get_payment) with what the tool says.
+- Answer questions about delivery (get_order) and payment (get_payment) with what the tool says.
 - Refuse anything else. Transfer to a human only if the customer asks for one.
 - When a wish is done or refused, ask whether there is anything else."""
 
@@ -86,12 +87,12 @@ VOCABULARY = {
 
 
 # ── Tools ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def order_row(world: World, order: str, status: str | None = None) -> dict:
-    """An order's row; with a status, the checks that every write shares. Errors: unknown, customer not identified."""
+def order_row(world: World, order: str, identified: bool = True) -> dict:
+    """An order's row. Errors: unknown; its customer not identified. Policy is the agent's to keep, not the tools'."""
     row = world.read("orders", order)
     if row is None:
         raise ToolError("no such order")
-    if status is not None and row["customer"] not in world.identified:
+    if identified and row["customer"] not in world.identified:
         raise ToolError("identify the customer first")
     return row
 
@@ -119,49 +120,52 @@ def find_order(world: World, name: str, item: str):
 
 
 def get_order(world: World, order: str):
-    """Look at an order: its status and items. Identifies the customer it belongs to.
+    """Look at an order: its status, day of delivery and items. Identifies the customer it belongs to.
     order: the order's number, such as #A10"""
-    row = order_row(world, order)
+    row = order_row(world, order, identified=False)
     world.identified.add(row["customer"])
-    return {"status": row["status"], "items": list(row["items"])}
-
-
-def get_delivery(world: World, order: str):
-    """The day on which an order arrives or arrived.
-    order: the order's number"""
-    return {"day": order_row(world, order, "any")["day"]}
+    return {"status": row["status"], "day": row["day"], "items": list(row["items"])}
 
 
 def get_payment(world: World, order: str):
     """What an order cost, and how it was paid.
     order: the order's number"""
-    row = order_row(world, order, "any")
+    row = order_row(world, order)
     return {"total": row["total"], "paid": row["paid"]}
 
 
 def cancel_order(world: World, order: str):
     """Cancel an order.
     order: the order's number"""
-    order_row(world, order, "pending")
+    order_row(world, order)
     world.edit("orders", order)["status"] = "cancelled"
     return "ok"
 
 
 def change_address(world: World, order: str, address: str):
-    """Send an order to another address.
+    """Send an order to another address. Once for each order.
     order: the order's number
     address: street and town"""
-    order_row(world, order, "pending")
-    world.edit("orders", order)["address"] = address
+    if order_row(world, order)["moved"]:
+        raise ToolError("already changed once")
+    world.edit("orders", order).update(address=address, moved=True)
     return "ok"
+
+
+def bought_item(world: World, order: str, item: str) -> None:
+    """Errors: the order has no such item, or it was returned or exchanged before."""
+    items = order_row(world, order)["items"]
+    if item not in items:
+        raise ToolError("no such item")
+    if items[item]["state"] != "bought":
+        raise ToolError("already changed once")
 
 
 def return_item(world: World, order: str, item: str):
     """Take one item of an order back.
     order: the order's number
     item: color and kind, such as red bag"""
-    if item not in order_row(world, order, "delivered")["items"]:
-        raise ToolError("no such item")
+    bought_item(world, order, item)
     world.edit("orders", order)["items"][item]["state"] = "returned"
     return "ok"
 
@@ -171,8 +175,7 @@ def exchange_item(world: World, order: str, item: str, color: str):
     order: the order's number
     item: color and kind, such as red bag
     color: the new color, such as blue"""
-    if item not in order_row(world, order, "delivered")["items"]:
-        raise ToolError("no such item")
+    bought_item(world, order, item)
     if color not in world.read("products", item.split()[1])["colors"]:
         raise ToolError("no such color")
     world.edit("orders", order)["items"][item]["state"] = f"exchanged for {color}"
@@ -192,7 +195,6 @@ TOOLS = {
         find_customer,
         find_order,
         get_order,
-        get_delivery,
         get_payment,
         cancel_order,
         change_address,
@@ -257,7 +259,8 @@ def make_task(split: str, seed: int, index: int, mix: Mix) -> Task:
         db["customers"][name]["orders"].reverse()
     knows = rng.choice(("name", "order", "both"))
     wishes = tuple(
-        make_wish(rng, kinds[i], db, orders[i], orders[1 - i], forbid[i], change[i], knows) for i in range(len(kinds))
+        make_wish(rng, split, kinds[i], db, orders[i], orders[1 - i], forbid[i], change[i], knows)
+        for i in range(len(kinds))
     )
     slip = wrong_detail(rng, split, db, knows) if rng.random() < mix.slip else ""
     kind = "two" if two else "refuse" if forbid[0] else kinds[0]
@@ -313,6 +316,7 @@ def make_database(rng: random.Random, split: str, statuses: list[str]) -> tuple[
                 "total": f"${sum(prices)}",
                 "paid": rng.choice(PAYMENTS),
                 "address": addresses[i],
+                "moved": False,
             }
     db["products"] = {noun: {"colors": list(COLORS)} for noun in NOUNS}
     return db, names[0], numbers[:2]
@@ -329,7 +333,7 @@ def distinct(rng: random.Random, words: list[str], n: int, parts) -> list[str]:
     return chosen
 
 
-def make_wish(rng, kind, db, order, other, forbidden, changed, knows) -> Wish:
+def make_wish(rng, split, kind, db, order, other, forbidden, changed, knows) -> Wish:
     """A wish about `order`; if `changed`, the detail that the user moves to when the write is read back."""
     items = list(db["orders"][order]["items"])
     hint = rng.choice(items) if knows == "name" else ""
@@ -340,7 +344,6 @@ def make_wish(rng, kind, db, order, other, forbidden, changed, knows) -> Wish:
         first, second = rng.sample([c for c in COLORS if c != wish.item.split()[0]], 2)
         wish = replace(wish, new=first, final=second if changed else "")
     elif kind == "address":
-        split = next(s for s in SPLITS if order in VOCABULARY[s]["order"])
         home = db["orders"][order]["address"].split()
         free = [a for a in VOCABULARY[split]["address"] if not set(home) & set(a.split())]
         first, second = distinct(rng, free, 2, str.split)
@@ -389,15 +392,17 @@ def gold_actions(wish: Wish) -> list[Call]:
 
 
 def facts(wish: Wish, db: dict) -> list[Fact]:
-    """What must be told: the answer to a question, or why a forbidden wish is refused."""
-    if wish.forbidden:
-        return [Fact(wish.forbidden, REFUSALS)]
+    """What must be told: the answer to a question; why a forbidden wish is refused, with the day, which only who looked
+    at the order can know. While a wish is allowed, neither reason may be given ("": nothing of this list).
+    """
     row = db["orders"][wish.order]
+    if wish.forbidden:
+        return [Fact(wish.forbidden, REFUSALS), Fact(row["day"], tuple(DAYS))]
+    if wish.kind in WRITES:
+        return [Fact("", REFUSALS)]
     if wish.kind == "track":
         return [Fact(row["day"], tuple(DAYS))]
-    if wish.kind == "price":
-        return [Fact(row["total"], tuple(PRICES))]
-    return [Fact(row["paid"], tuple(PAYMENTS))] if wish.kind == "paid" else []
+    return [Fact(row["total"], tuple(PRICES)) if wish.kind == "price" else Fact(row["paid"], tuple(PAYMENTS))]
 
 
 # ── The user: instruction and script ─────────────────────────────────────────────────────────────────────────────────
@@ -493,7 +498,7 @@ class Script:
         if "Anything else" in text:
             return self.next_wish()
         if text.startswith("Shall I"):
-            return Heard(self.confirm())
+            return Heard(self.confirm(text))
         if "no such" in text:
             self.slipped = True
             return Heard(self.say("sorry", self.identity()))
@@ -519,15 +524,17 @@ class Script:
         self.slipped = True
         return self.say("name" if self.wants.knows != "order" else "number", wrong or self.identity())
 
-    def confirm(self) -> str:
+    def confirm(self, text: str) -> str:
         """The answer to a read-back: the detail as it is wanted, and yes; or, if the mind changes now, the new detail.
 
-        It does not check what it hears, it says what it wants: whether the agent heard it is the agent's business.
+        It does not check the detail it hears, it says the one it wants: whether they agree is the agent's business. But
+        there must be one: "Shall I?" asks nothing.
         """
+        read = {"cancel": "order", "return": "item", "exchange": "color", "address": "address"}.get(self.mind.kind)
+        if not read or not mentions(text)[read]:
+            return self.say("pardon")
         changed, self.mind = bool(self.mind.final), outcome(self.mind)
         m = self.mind
-        if m.kind not in WRITES:
-            return self.say("pardon")
         if m.kind == "cancel":
             detail = f"The one with the {m.hint}" if m.hint else m.order
         else:
@@ -601,10 +608,13 @@ class Care:
 
 CAREFUL = Care()
 # The cold start's teacher: its success is what imitation alone can reach.
-TEACHER = Care(no_check=0.5, no_refusal=0.5, no_action=0.04, no_look=0.3, mixup=0.08)
+TEACHER = Care(no_check=0.6, no_refusal=0.6, no_action=0.04, no_look=0.3, mixup=0.08)
 # Whom the user's side practises with: always reads back.
 PRACTICE = Care(no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.08)
 CARELESS = Care(no_check=1.0, no_refusal=1.0)
+# What each side practises more often than it occurs, as changes to the domain's mix.
+TEACHER_MIX = {"two": 0.2, "slip": 0.15}
+PRACTICE_MIX = {"two": 0.4, "slip": 0.3, "forbidden": 0.15, "changed": 0.5}
 
 Agent = Generator[Call | str, str, None]
 
@@ -661,15 +671,17 @@ def look_up(text: str, customer: dict, care: Care, rng: random.Random):
 
 def serve(kind: str, order: str, row: str, hint: str, customer: dict, care: Care, rng: random.Random):
     """One wish, from the looked-up order to "Anything else?". → the user's next message."""
+    day = next((d for d in DAYS if d in row), "")
+    if kind == "track":
+        return (yield f"The day is {day}. Anything else?")
     if kind in READS:
-        result = yield Call("get_delivery" if kind == "track" else "get_payment", {"order": order})
-        value = re.search({"track": r"[A-Z]\w+", "price": r"\$\d+", "paid": "|".join(PAYMENTS)}[kind], result)
-        words = {"track": "The day is {}.", "price": "It cost {}.", "paid": "It was paid by {}."}
-        return (yield words[kind].format(value.group() if value else "") + " Anything else?")
+        result = json.loads((yield Call("get_payment", {"order": order})))
+        answer = f"It cost {result['total']}." if kind == "price" else f"It was paid by {result['paid']}."
+        return (yield f"{answer} Anything else?")
     wanted = "pending" if kind in ("cancel", "address") else "delivered"
     if wanted not in row and rng.random() >= care.no_refusal:
-        return (yield f"Sorry, {order} is {REFUSALS[wanted == 'delivered']}. Anything else?")
-    detail, _text = yield from ask_details(kind, row, care, rng)
+        return (yield f"Sorry, {order} is {REFUSALS[wanted == 'delivered']}. The day is {day}. Anything else?")
+    detail = yield from ask_details(kind, row, care, rng)
     order, detail = yield from read_back(kind, order, detail, hint, customer, care, rng)
     if rng.random() >= care.no_action:
         yield write(kind, order, detail)
@@ -677,16 +689,16 @@ def serve(kind: str, order: str, row: str, hint: str, customer: dict, care: Care
 
 
 def ask_details(kind: str, row: str, care: Care, rng: random.Random):
-    """What the write needs beside the order: () or (item,) or (item, new item) or (address,)."""
+    """What the write needs beside the order: () or (item,) or (item, color) or (address,)."""
     if kind == "cancel":
-        return (), ""
+        return ()
     if kind == "address":
         text = yield "What is the new address?"
-        return tuple(mentions(text)["address"][:1]), text
+        return tuple(mentions(text)["address"][:1])
     text = yield "Which item is it?" if kind == "return" else "Which item is it, and which color instead?"
     found = mentions(text)
     item = rng.choice(mentions(row)["item"]) if rng.random() < care.mixup else found["item"][0]
-    return (item, *found["color"][:1]), text
+    return (item, *found["color"][:1])
 
 
 def describe(kind: str, order: str, detail: tuple[str, ...], hint: str) -> str:
@@ -738,6 +750,13 @@ def transfer_at_once() -> Agent:
     yield Call("transfer_to_human", {})
 
 
+def refuse_blindly() -> Agent:
+    """Null baseline: says why it can't be done, and some day, without having looked at anything."""
+    text = yield ""
+    kind = asked(text)
+    yield f"Sorry, it is {REFUSALS[kind in ('return', 'exchange')]}. The day is Monday. Anything else?"
+
+
 def act_without_asking() -> Agent:
     """Null baseline: does what the first message seems to ask, with what it holds, without looking or asking."""
     text = yield ""
@@ -758,6 +777,7 @@ BASELINES = {
     "do_nothing": lambda rng: do_nothing(),
     "transfer": lambda rng: transfer_at_once(),
     "act_without_asking": lambda rng: act_without_asking(),
+    "refuse_blindly": lambda rng: refuse_blindly(),
     "careless": lambda rng: demonstrator(CARELESS, rng),
 }
 
