@@ -40,7 +40,7 @@ from kernels.logprob import linear_logprob
 from rollout import EXITS, Limits, Sampler, Trajectory, converse, rollout
 from run import Clock, Progress, Run, State, checkpoint_of, load_state, restore_optimizers, save_checkpoint
 from tools import Task, play
-from user_sim import GUIDE, STOP, Heard, ModelUser, ScriptedUser, user_fault
+from user_sim import GUIDE, STOP, UNJUDGED, Heard, ModelUser, ScriptedUser, user_fault
 
 # ── Config ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -109,9 +109,9 @@ class Config:
 PRESETS = {
     "tiny": Config(),
     "smol": Config(
-        preset="smol", model="smollm2", prompts=True, sft_steps=0, skip_equal=False, steps=2, tasks=2, group_size=4, lr=1e-6, kl=0.001,
-        minibatches=1, max_turns=8, max_new=64, user_max_new=48, max_len=2600, slots=8, micro_tokens=2600, eval_every=0,
-        eval_tasks=0, test_tasks=0, trials=1,
+        preset="smol", model="smollm2", prompts=True, sft_steps=0, skip_equal=False, overlong="train", steps=2, tasks=2,
+        group_size=4, lr=1e-6, kl=0.001, minibatches=1, max_turns=6, max_new=160, user_max_new=128, max_len=2800, slots=8,
+        micro_tokens=2800, user_temperature=0.7, eval_every=0, eval_tasks=0, test_tasks=0, trials=1,
     ),
 }  # fmt: skip
 
@@ -257,6 +257,8 @@ def trained_rows(group: list[Trajectory], cfg: Config) -> list[tuple[Trajectory,
     """The members of one task's group that are trained on, each with its advantage: `rollout.EXITS` says which."""
     counted = [t.reward if EXITS[t.exit].counts else None for t in group]
     use = {True: True, False: False, "overlong": cfg.overlong == "train"}
+    if sum(r is not None for r in counted) < 2:
+        return []  # nothing to compare with
     pairs = zip(group, advantages(counted), strict=True)
     return [(t, a) for t, a in pairs if use[EXITS[t.exit].trained] and (a != 0 or not cfg.skip_equal)]
 
@@ -266,7 +268,7 @@ def update(policy, reference, optimizer, rows: list[tuple[Trajectory, float]], c
     order = list(rows)
     random.Random(f"minibatches {cfg.seed} {step}").shuffle(order)
     totals: Counter = Counter()
-    norms, gap = [], None
+    norms, gap_max, gap_sum, gap_n = [], 0.0, 0.0, 0
     for part in [order[i :: cfg.minibatches] for i in range(min(cfg.minibatches, len(order)))]:
         trajectories, A = zip(*part, strict=True)
         batches = micro_batches(trajectories, A, cfg.micro_tokens)
@@ -280,8 +282,9 @@ def update(policy, reference, optimizer, rows: list[tuple[Trajectory, float]], c
                 (loss / tokens).backward()
                 totals += Counter({k: float(v) for k, v in stats.items() if k != "gap_max"})
                 totals += Counter(loss=float(loss.detach()), entropy=float(entropy.sum()), tokens=len(ref))
-                if gap is None:  # before the first update the policy is the sampler's: the ratio should be 1
-                    gap = float(stats["gap_max"]), float(stats["gap_mean"]) / len(ref)
+                if not norms:  # before the first update the policy is the sampler's: the ratio should be 1
+                    gap_max, gap_n = max(gap_max, float(stats["gap_max"])), gap_n + len(ref)
+                    gap_sum += float(stats["gap_mean"])
             norms.append(float(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)))
             if math.isfinite(norms[-1]):
                 optimizer.step()
@@ -290,8 +293,9 @@ def update(policy, reference, optimizer, rows: list[tuple[Trajectory, float]], c
     means = {k: totals[k] / n for k in ("loss", "kl", "entropy", "clip_frac")}
     return means | {
         "grad_norm": sum(norms) / max(1, len(norms)),
-        "gap_max": gap[0] if gap else None,
-        "gap_mean": gap[1] if gap else None,
+        "gap_max": gap_max,
+        "gap_mean": gap_sum / max(1, gap_n),
+        "skipped_updates": sum(not math.isfinite(n) for n in norms),
         "trained_tokens": int(totals["tokens"]),
         "trained_rows": len(rows),
     }
@@ -300,6 +304,11 @@ def update(policy, reference, optimizer, rows: list[tuple[Trajectory, float]], c
 # ── Conversations ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PHASE = {"rl": 0, "eval": 1}  # part of every stream's key, so that no two phases share random numbers
+
+
+def user_prompt(domain: shop.Shop, task: Task) -> str:
+    """The system prompt of a user played by a model: a model that was not trained for the part is told how to play it."""
+    return (GUIDE if domain.prompts else "") + domain.instruction(task)
 
 
 @dataclass
@@ -315,7 +324,7 @@ class Stage:
         """A coroutine that plays one conversation. user: lm, scripted or stranger."""
         cfg, key = self.cfg, (self.cfg.seed, PHASE[phase], step, index, member)
         if user == "lm":
-            words = (GUIDE if cfg.prompts else "") + self.domain.instruction(task)
+            words = user_prompt(self.domain, task)
             player = ModelUser(self.chat, words, self.domain.greeting, (*key, 1), cfg.user_max_new)
         else:
             player = ScriptedUser(self.domain.script(task, random.Random(f"user {key}"), user))
@@ -329,7 +338,7 @@ class Stage:
         conversations = (
             self.conversation(task, user, phase, step, i, m) for i, task in enumerate(tasks) for m in range(members)
         )
-        done = rollout(conversations, self.samplers, on_done)
+        done = rollout(conversations, self.samplers)
         return [done[i * members : (i + 1) * members] for i in range(len(tasks))]
 
 
@@ -352,16 +361,31 @@ def interval(task_means: Sequence[float], seed: int = 0, draws: int = 2000) -> t
 
 
 def scores(groups: list[list[Trajectory]]) -> dict:
-    """Success (mean over tasks), its interval, pass^k and failed-user share. Trajectories without a reward are left out."""
-    known = [[t.reward for t in g if t.reward is not None] for g in groups]
-    known = [r for r in known if r]
+    """Success (mean over tasks), its interval, pass^k over the tasks with at least k trials. Conversations without a reward
+    (the user simulator failed) are left out, and their share is said.
+    """
+    everyone = [[t.reward for t in g if t.reward is not None] for g in groups]
+    known = [r for r in everyone if r]
+    failed = 1 - sum(map(len, known)) / max(1, sum(map(len, groups)))
     if not known:
-        return {"success": None, "lo": None, "hi": None, "n": 0, "pass_k": {}}
+        return {"success": None, "lo": None, "hi": None, "n": 0, "tasks": 0, "user_failed": failed, "pass_k": {}}
     means = [sum(r) / len(r) for r in known]
     lo, hi = interval(means)
-    most = min(map(len, known))
-    pass_k = {str(k): sum(pass_hat_k(int(sum(r)), len(r), k) for r in known) / len(known) for k in range(1, most + 1)}
-    return {"success": sum(means) / len(means), "lo": lo, "hi": hi, "n": sum(map(len, known)), "pass_k": pass_k}
+    pass_k = {}
+    for k in range(1, max(map(len, known)) + 1):
+        estimates = [pass_hat_k(int(sum(r)), len(r), k) for r in known if len(r) >= k]
+        pass_k[str(k)] = sum(estimates) / len(estimates)
+    n = sum(map(len, known))
+    success = sum(means) / len(means)
+    return {
+        "success": success,
+        "lo": lo,
+        "hi": hi,
+        "n": n,
+        "tasks": len(known),
+        "user_failed": failed,
+        "pass_k": pass_k,
+    }
 
 
 def evaluate(
@@ -371,20 +395,33 @@ def evaluate(
     tasks = [stage.domain.task(split, stage.cfg.seed, i) for i in range(n)]
     for sampler in stage.samplers.values():
         sampler.weights_changed()
-    groups = stage.play(tasks, trials, user, "eval", step, on_done)
+    groups = stage.play(tasks, trials, user, "eval", step)
     result = scores(groups) | {"user": user, "split": split, "step": step}
     if user == "lm":
-        faults = Counter(fault_of(stage.domain, task, t) for task, g in zip(tasks, groups, strict=True) for t in g)
-        talks = sum(faults.values())
-        by_kind = {k: v / talks for k, v in faults.most_common() if k}
-        result |= {"user_fault_rate": 1 - faults[None] / talks, "user_faults": by_kind}
+        result |= fault_shares(
+            [fault_of(stage.domain, task, t) for task, g in zip(tasks, groups, strict=True) for t in g]
+        )
     return result, groups
 
 
 def fault_of(domain, task: Task, t: Trajectory) -> str | None:
-    """The user's first fault in a conversation, by kind, or None."""
+    """The user's first fault in a conversation, by kind, None, or UNJUDGED (see `user_sim.user_fault`)."""
     said = {who: [turn["text"] for turn in t.turns if turn["role"] == who] for who in ("agent", "user")}
-    return user_fault(domain, task, said["agent"], said["user"])
+    fault = user_fault(domain, task, said["agent"], said["user"])
+    return "failed" if fault in (None, UNJUDGED) and t.exit == "user_failed" else fault
+
+
+def fault_shares(faults: list[str | None]) -> dict:
+    """user_fault_rate: of the talks that could be judged to their end or to a fault; by kind; and the share of the others."""
+    counts = Counter(faults)
+    unjudged = counts.pop(UNJUDGED, 0)
+    judged = max(1, sum(counts.values()))
+    kinds = {k: v / judged for k, v in counts.most_common() if k}
+    return {
+        "user_fault_rate": sum(kinds.values()),
+        "user_faults": kinds,
+        "user_unjudged": unjudged / max(1, len(faults)),
+    }
 
 
 def null_baselines(domain: shop.Shop, seed: int, n: int = 500) -> dict[str, float]:
@@ -424,7 +461,7 @@ def agent_view(domain: shop.Shop, chat: Chat, talk: list) -> Context:
 
 def user_view(domain: shop.Shop, chat: Chat, task: Task, talk: list) -> Context:
     """A talk as the user lives it: its own messages are AGENT tokens, and it sees no tools."""
-    ctx = chat.start(domain.instruction(task), None, (0,))
+    ctx = chat.start(user_prompt(domain, task), None, (0,))
     chat.hear(ctx, domain.greeting)
     for who, what in talk:
         if who == "user":
@@ -438,8 +475,10 @@ def sft_rows(domain: shop.Shop, chat: Chat, cfg: Config, step: int) -> list[Cont
     """The fresh demonstrations of a cold-start step. The agent's side learns from one demonstrator, the user's side from
     talks with another who reads back more, and with more of what is hard for a user. No talk is seen twice.
     """
-    agents = dataclasses.replace(domain, mix=shop.Mix(two=0.2, slip=0.15))
-    users = dataclasses.replace(domain, mix=shop.Mix(two=0.4, forbidden=0.15, changed=0.5, slip=0.3))
+    agents, users = (
+        dataclasses.replace(domain, mix=dataclasses.replace(domain.mix, **changes))
+        for changes in (shop.TEACHER_MIX, shop.PRACTICE_MIX)
+    )
     rows: list[Context] = []
     for i in range(step * cfg.sft_talks, (step + 1) * cfg.sft_talks):
         rng = random.Random(f"demo {cfg.seed} {i}")
@@ -512,14 +551,16 @@ def rollout_metrics(groups: list[list[Trajectory]]) -> dict:
     grams = {tuple(a[i : i + 4]) for a in agent for i in range(len(a) - 3)}
     turns = sum(t.metrics["turns"] for t in everyone)
     known = [[t.reward for t in g if t.reward is not None] for g in groups]
+    known = [g for g in known if len(g) > 1]  # the others are dropped, and counted
     return {
         "reward": sum(rewards) / max(1, len(rewards)),
         "success": sum(r == 1 for r in rewards) / max(1, len(rewards)),
         "turns": turns / len(everyone),
         "tokens_per_turn": sum(map(len, agent)) / max(1, turns),
         "unique_4grams": len(grams),
-        "all_right": sum(all(r == 1 for r in g) for g in known) / len(groups),
-        "all_wrong": sum(all(r == 0 for r in g) for g in known) / len(groups),
+        "all_right": sum(all(r == 1 for r in g) for g in known) / max(1, len(known)),
+        "all_wrong": sum(all(r == 0 for r in g) for g in known) / max(1, len(known)),
+        "dropped_groups": len(groups) - len(known),
         "malformed": sum(t.metrics["malformed"] for t in everyone) / max(1, turns),
         "exits": dict(Counter(t.exit for t in everyone)),
         "tools": dict(sum((Counter(t.metrics["tools"]) for t in everyone), Counter())),
@@ -547,7 +588,7 @@ class Job:
     frozen: models.Decoder | None = None  # the cold start: KL reference and the user's weights
     stage: Stage | None = None
     interrupted: bool = False
-    rollout_before: float = 0.0  # seconds of rollout up to the last step
+    rollout_seconds: float = 0.0  # of the last rollout
     began: float = field(default_factory=time.monotonic)
 
     def save(self) -> None:
@@ -577,7 +618,10 @@ class Job:
             with self.clock("evaluation"):
                 self.state.results[name] = make()
             row = {k: v for k, v in self.state.results[name].items() if k != "step"}
-            self.run.log("eval", self.state.step if stage == "during" else 0, stage=stage, name=name, **row)
+            self.run.log("eval", 0 if stage == "cold_start" else self.state.step, stage=stage, name=name, **row)
+            if self.interrupted:
+                self.save()
+                raise Stop("Ctrl-C: stopped after an evaluation")
         return self.state.results[name]
 
 
@@ -760,15 +804,18 @@ def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
     cfg = job.cfg
     first = 1_000_000 + step * cfg.tasks  # beyond the demonstrations' tasks
     tasks = [job.domain.task("train", cfg.seed, first + i) for i in range(cfg.tasks)]
-    job.stage.samplers["agent"].weights_changed()
+    for sampler in job.stage.samplers.values():
+        sampler.weights_changed()  # the user's too: a resumed run must not differ by what an earlier step left in the cache
+    began = time.monotonic()
     with job.clock("rollout"):
-        return job.stage.play(tasks, cfg.group_size, cfg.user, "rl", step), tasks
+        groups = job.stage.play(tasks, cfg.group_size, cfg.user, "rl", step)
+    job.rollout_seconds = time.monotonic() - began
+    return groups, tasks
 
 
 def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]) -> None:
     """Groups → advantages → loss → step, and what is logged about it."""
     cfg, clock, before = job.cfg, job.clock, Counter(job.clock.seconds)
-    rollout_seconds, job.rollout_before = before["rollout"] - job.rollout_before, before["rollout"]
     set_lr(job.optimizers[0], cfg.lr * ramp(step, cfg.steps, cfg.warmup, cfg.cooldown, 0.1))
     rows = [pair for group in groups for pair in trained_rows(group, cfg)]
     values = (
@@ -776,14 +823,13 @@ def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]
     )
     metrics = rollout_metrics(groups)
     faults = [fault_of(job.domain, task, t) for task, g in zip(tasks, groups, strict=True) for t in g]
-    faults = [] if cfg.user == "scripted" else faults
     spent = Counter(clock.seconds) - before
     sampled = sum(len(t.ids) + len(t.user_ids) for g in groups for t in g)
     job.state.sampled_tokens += sum(t.metrics["agent_tokens"] for g in groups for t in g)
     job.state.trained_tokens += values["trained_tokens"]
     metrics |= values | {
-        "user_fault": sum(f is not None for f in faults) / max(1, len(faults)),
-        "sample_tok_s": sampled / max(1e-9, rollout_seconds),
+        "user_fault": fault_shares(faults)["user_fault_rate"] if cfg.user == "lm" else 0.0,
+        "sample_tok_s": sampled / max(1e-9, job.rollout_seconds),
         "train_tok_s": sum(len(t.ids) for t, _ in rows) / max(1e-9, spent["training"] + spent["reference"]),
         "rss_mb": peak_mb(),
         "seconds": time.monotonic() - job.began,
@@ -867,7 +913,7 @@ def train(cfg: Config, stop_after: str = "rl") -> dict:
                 for step in job.steps("rl", cfg.steps):
                     groups, tasks = collect(job, step)
                     learn(job, step, groups, tasks)
-                    if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
+                    if cfg.eval_every and cfg.eval_tasks and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
                         look(job, step + 1)
                 final_evaluation(job)
         except Stop as stop:

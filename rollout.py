@@ -94,7 +94,7 @@ def converse(
     heard = yield from user.open()
     log.add("user", heard.text)
     if heard.ended or heard.failed:
-        return finish("user_failed" if heard.failed else "user_ended")
+        return finish(ending(heard, user))
     chat.hear(ctx, heard.text)
     for _ in range(limits.max_turns):
         if (room := limits.max_len - len(ctx.ids)) <= 0:
@@ -119,11 +119,19 @@ def converse(
                 heard = yield from user.reply(text)
                 log.add("user", heard.text)
                 if heard.ended or heard.failed:
-                    return finish("user_failed" if heard.failed else "user_ended")
+                    return finish(ending(heard, user))
                 chat.hear(ctx, heard.text)
         if log.malformed_in_a_row >= limits.max_malformed:
             return finish("malformed")
     return finish("turn_limit")
+
+
+def ending(heard, user) -> str:
+    """The exit of a talk that the user's side ended. A user whose context is full was talked to for too long: that is the
+    agent's doing, and no failure of the simulator."""
+    if heard.failed:
+        return "context_full" if user.ctx is not None and user.ctx.full else "user_failed"
+    return "user_ended"
 
 
 class Log:
@@ -151,7 +159,10 @@ class Log:
             self.tools.update(call.name for call in action.calls if isinstance(call, Call))
         self.malformed += bad
         self.malformed_in_a_row = self.malformed_in_a_row + 1 if bad else 0
-        self.add("call" if isinstance(action, ToolCalls) else "agent", text)
+        if isinstance(action, Say):  # what the user hears: without thoughts
+            self.add("agent", action.text)
+        else:
+            self.add("call", text)
 
 
 def _execute(world, call: Call | Malformed, log: Log) -> str:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from chat import Chat, Context, Sample
 
+UNJUDGED = "unjudged"
 STOP = "###STOP###"  # a user's message that holds it ends the conversation
 
-GUIDE = f"""You are a customer in a chat with a shop's service agent. Stay in that role: write only what the customer says, one or two short sentences at a time. Give a detail only when you are asked for it, and invent nothing. When the agent reads back something that is not what you want, say so. When all your wishes are done or refused, answer with {STOP} and nothing else. This is what you want:
+GUIDE = f"""You are a customer in a chat with a shop's service agent. Stay in that role: write only what the customer says, one or two short sentences at a time. Give a detail only when you are asked for it, and invent nothing. When the agent reads back what it is going to do, say the detail as you want it, and yes if that is it. When all your wishes are done or refused, answer with {STOP} and nothing else. This is what you want:
 """
 
 
@@ -54,11 +55,11 @@ class ModelUser:
         self.ctx = chat.start(instruction, None, stream)
 
     def open(self) -> Turn:
-        heard = yield from self.reply(self.greeting)
+        heard = yield from self.reply(self.greeting)  # a stop before the first wish is a failure too
         return Heard(heard.text, True, True) if heard.ended else heard
 
     def reply(self, text: str) -> Turn:
-        """Fails on an empty reply, one cut at `max_new` tokens or by a full context, and on a stop before the first wish."""
+        """Fails on an empty reply and on one cut at `max_new` tokens or by a full context (then `ctx.full` is set)."""
         self.chat.hear(self.ctx, text)
         yield Sample("user", self.ctx, self.max_new)
         said, cut = self.chat.said(self.ctx).strip(), self.ctx.ids[-1] not in self.chat.end_ids
@@ -71,13 +72,13 @@ def user_fault(domain, task, messages: list[str], replies: list[str]) -> str | N
 
     messages: what the agent said to it, in order; replies: what the user said (replies[0] opens). Compared by
     `domain.meaning`, so other words are no fault. Returns the script's act there ("yes", "name", …). Judging ends where
-    the script itself can't make sense of the agent's message: what follows is not the user's fault.
+    the script itself can't make sense of the agent's message, and the answer is UNJUDGED: what follows is nobody's fault.
     """
     script = domain.script(task, random.Random(0))
     for message, reply in zip([None, *messages], replies, strict=False):
         expected = script.begin() if message is None else script.answer(message)
         if script.act == "pardon":
-            return None
+            return UNJUDGED
         if domain.meaning(expected.text) != domain.meaning(reply):
             return script.act
         if expected.ended:
