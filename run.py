@@ -56,6 +56,7 @@ class State:
     step: int = 0  # finished steps of that phase
     sampled_tokens: int = 0
     trained_tokens: int = 0
+    wall: float = 0.0  # seconds of all processes that worked on the run
     seconds: dict[str, float] = field(default_factory=dict)
     results: dict = field(default_factory=dict)  # evaluations and baselines so far
 
@@ -69,14 +70,18 @@ def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tens
     return out
 
 
-def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
-    """The reverse of `optimizer_tensors`."""
+def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor], run: Path) -> None:
+    """The reverse of `optimizer_tensors`. Raises UserError if the tensors are another model's."""
     for i, optimizer in enumerate(optimizers):
         state: dict[int, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             which, p, name = key.split(".", 2)
             if int(which) == i:
                 state.setdefault(int(p), {})[name] = value
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p, values in state.items():
+            if p >= len(parameters) or any(v.dim() and v.shape != parameters[p].shape for v in values.values()):
+                raise UserError(f"{run}: the optimizer state does not fit the model; start a new run")
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
@@ -100,6 +105,14 @@ def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: Stat
     new.rename(target)
     sync(run)
     remove(old)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside the old one and put it in its place: a kill leaves one or the other."""
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text)
+    sync(part)
+    os.replace(part, path)
 
 
 def remove(folder: Path) -> None:
@@ -142,7 +155,7 @@ class Run:
         self.folder, self.cfg = folder, cfg
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
+            write_whole(folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
         except OSError as error:
             raise UserError(f"--run {folder}: {error.strerror}; give a folder that can be written to") from None
 
@@ -164,11 +177,13 @@ class Run:
         metrics, episodes = self.folder / "metrics.jsonl", self.folder / "episodes.jsonl.gz"
         if metrics.exists():
             rows = [r for r in report.read_metrics(metrics) if kept(r)]
-            metrics.write_text("".join(json.dumps(r) + "\n" for r in rows))
+            write_whole(metrics, "".join(json.dumps(r) + "\n" for r in rows))
         if episodes.exists():
             rows = [e for e in report.read_episodes(episodes) if kept(e)]
-            episodes.unlink()
-            report.append_episodes(episodes, rows)
+            part = episodes.with_suffix(".part")
+            part.unlink(missing_ok=True)
+            report.append_episodes(part, rows)
+            os.replace(part, episodes)
 
     def episodes(self, domain, chat: Chat, groups: list[list], tasks: list, user: str, advantages, **where) -> None:
         """Append groups of conversations to episodes.jsonl.gz, with their tokens, to be looked at. advantages: a function."""
