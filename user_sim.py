@@ -59,11 +59,13 @@ class ModelUser:
         return Heard(heard.text, True, True) if heard.ended else heard
 
     def reply(self, text: str) -> Turn:
-        """Fails on an empty reply and on one cut at `max_new` tokens or by a full context (then `ctx.full` is set)."""
+        """A message cut at `max_new` tokens is heard as far as it goes. An empty one is a failure, and so is a full context
+        (`ctx.full` says that it was that).
+        """
         self.chat.hear(self.ctx, text)
         yield Sample("user", self.ctx, self.max_new)
-        said, cut = self.chat.said(self.ctx).strip(), self.ctx.ids[-1] not in self.chat.end_ids
-        failed = cut or self.ctx.full or not said
+        said = self.chat.said(self.ctx).strip()
+        failed = self.ctx.full or not said
         return Heard(said, STOP in said or failed, failed)
 
 
