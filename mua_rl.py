@@ -73,6 +73,7 @@ class Config:
     sft_talks: int = 16  # demonstrations a step, each seen from both sides
     sft_lr: float = 0.02  # Muon, for matrices
     sft_lr_rest: float = 5e-3  # AdamW, for embeddings and norms
+    save_seconds: float = 10.0  # time between checkpoints in the cold start; afterwards every step is saved
     sft_cooldown: float = 0.4  # share of the steps in which the learning rate falls to 2 %
 
     two: float = 0.08  # share of tasks with two wishes (the world's difficulty: see domains/shop.py, Mix)
@@ -138,9 +139,7 @@ def check_config(cfg: Config) -> None:
     for name in positive.split():
         if not 0 < getattr(cfg, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give a number above 0")
-    for (
-        name
-    ) in "steps sft_steps minutes kl user_temperature eval_tasks test_tasks eval_every seed warmup clip_high".split():
+    for name in "steps sft_steps minutes save_seconds kl user_temperature eval_tasks test_tasks eval_every seed warmup clip_high".split():
         if not 0 <= getattr(cfg, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give 0 or more")
     for name in "two forbidden changed slip cooldown sft_cooldown clip_low".split():
@@ -601,15 +600,15 @@ class Job:
             save_checkpoint(self.run.folder, self.policy, self.chat, self.optimizers, self.state)
 
     def steps(self, phase: str, total: int) -> Iterable[int]:
-        """The steps of a phase that are still to do, saving as they are done: after every step of RL, in the (much
-        shorter) steps of the cold start every ten seconds. Raises Stop on Ctrl-C and when the time is up.
+        """The steps of a phase that are still to do, saving as they are done: after every step of RL, and in the cold
+        start, whose steps are much shorter, every `save_seconds`. Raises Stop on Ctrl-C and when the time is up.
         """
         saved = time.monotonic()
         while self.state.phase == phase and self.state.step < total:
             yield self.state.step
             self.state.step += 1
             late = self.cfg.minutes and self.wall() > 60 * self.cfg.minutes
-            if phase == "rl" or late or self.interrupted or time.monotonic() - saved > 10:
+            if phase == "rl" or late or self.interrupted or time.monotonic() - saved > self.cfg.save_seconds:
                 self.save()
                 saved = time.monotonic()
             if late or self.interrupted:
@@ -1129,6 +1128,7 @@ MAY_CHANGE = {
     "eval_tasks",
     "test_tasks",
     "trials",
+    "save_seconds",
 }
 
 

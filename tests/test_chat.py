@@ -367,8 +367,8 @@ def test_lone_surrogates_and_split_characters(chat):
 
 def qwen3():
     """Qwen3's own template, where it has been put: it is not ours to write."""
-    path = Path(__file__).parent / "data" / "qwen3.jinja"
-    return path.read_text(encoding="utf-8") if path.exists() else pytest.skip("tests/data/qwen3.jinja is not here")
+    path = Path(__file__).parents[2] / "shared" / "templates" / "qwen3.jinja"
+    return path.read_text(encoding="utf-8") if path.exists() else pytest.skip("../shared/templates is not here")
 
 
 TEMPLATES = {"chatml": CHATML_TEMPLATE, "smol": SMOL_TEMPLATE, "hybrid": HYBRID_TEMPLATE, "qwen3": None}

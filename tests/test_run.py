@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
-    "--threads 1 --layers 2 --width 32 --heads 2 --kv-heads 1 --mlp 32 --sft-steps 4 --sft-talks 2 --steps 4 --tasks 2 "
+    "--threads 2 --save-seconds 0 --layers 2 --width 32 --heads 2 --kv-heads 1 --mlp 32 --sft-steps 4 --sft-talks 2 --steps 4 --tasks 2 "
     "--group-size 3 --max-turns 3 --max-new 12 --user-max-new 12 --slots 6 --eval-every 2 --eval-tasks 2 --test-tasks 3 "
     "--trials 2 --kl 0.1"
 ).split()
@@ -40,7 +40,7 @@ def finished(args, **kwargs):
 
 
 def rows(run, phase=None):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     return [r for r in lines if phase in (None, r["phase"])]
 
 
@@ -67,9 +67,9 @@ def same_run(a: Path, b: Path):
 
 
 def wait_for(process, run, phase, n):
-    """Until the run has logged n steps of a phase."""
+    """Until the run has logged n steps of a phase and holds a checkpoint."""
     for _ in range(3000):
-        if (run / "metrics.jsonl").exists() and len(rows(run, phase)) >= n:
+        if (run / "checkpoint").exists() and len(rows(run, phase)) >= n:
             return
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
@@ -127,8 +127,6 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, unbroken, phase, after)
     wait_for(process, run, phase, after)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    if not (run / "checkpoint").exists():
-        pytest.skip("killed before the first checkpoint of a four-step cold start: nothing to resume")
     done = finished(command(tmp_path, "train", "--resume", run))
     assert done.returncode == 0, done.stderr
     same_run(unbroken, run)
@@ -166,6 +164,9 @@ BAD = {
     "train --temperature 0": "--temperature 0",
     "train --two 1.5": "--two 1.5",
     "train --lr nan": "--lr nan",
+    "train --temperature nan": "--temperature nan",
+    "train --sft-lr -1": "--sft-lr",
+    "eval RUN --temperature -1": "--temperature -1",
     "train --resume nowhere": "nowhere",
     "train --model nowhere": "nowhere",
     "train --run /proc/x": "/proc/x",
@@ -200,6 +201,7 @@ def test_damaged_checkpoints_are_one_line_and_exit_2(tmp_path, unbroken):
         ("config.json", b"{}"),
         ("tokenizer.json", b"{"),
         ("state.json", b"{"),
+        ("optimizer.safetensors", b"no"),
     ):
         run = tmp_path / name
         shutil.copytree(unbroken, run)
@@ -209,10 +211,31 @@ def test_damaged_checkpoints_are_one_line_and_exit_2(tmp_path, unbroken):
 
 
 def test_a_run_is_not_overwritten(tmp_path, unbroken):
-    before = (unbroken / "metrics.jsonl").read_bytes()
+    kept = ("metrics.jsonl", "config.json", "summary.json")
+    before = [(unbroken / name).read_bytes() for name in kept]
     done = finished(command(tmp_path, "train", "--run", unbroken, *SMALL))
     assert done.returncode == 2 and "--resume" in done.stderr
-    assert (unbroken / "metrics.jsonl").read_bytes() == before
+    assert [(unbroken / name).read_bytes() for name in kept] == before
+
+
+@pytest.mark.parametrize("flags", ["--width 64", "--seed 5", "--group-size 4", "--lr 1"])
+def test_a_resumed_run_stays_the_same_run(tmp_path, unbroken, flags):
+    before = (unbroken / "config.json").read_bytes()
+    done = finished(command(tmp_path, "train", "--resume", unbroken, *flags.split()))
+    assert done.returncode == 2 and flags.split()[0] in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (unbroken / "config.json").read_bytes() == before
+
+
+def test_a_finished_run_can_be_made_longer_and_is_measured_again(tmp_path, unbroken):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    done = finished(command(tmp_path, "train", "--resume", run, "--steps", 5))
+    assert done.returncode == 0, done.stderr
+    assert len(rows(run, "rl")) == 5
+    finals = [r for r in rows(run, "eval") if r["stage"] == "final"]
+    assert {r["step"] for r in finals} == {5} and len({r["name"] for r in finals}) == len(finals)
 
 
 def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken):
