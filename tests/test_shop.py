@@ -40,7 +40,7 @@ def test_a_careful_agent_solves_every_task(split, style):
 
 
 def test_null_baselines_are_low_and_carelessness_does_not_pay():
-    for name in ("do_nothing", "transfer", "act_without_asking"):
+    for name in ("do_nothing", "transfer", "act_without_asking", "refuse_blindly"):
         assert success(run(shop.BASELINES[name])) < 0.10, name
     assert success(run(shop.BASELINES["careless"], n=1000)) <= 0.60
 
@@ -173,7 +173,7 @@ def test_tools_refuse_before_identification_and_change_nothing():
         ("cancel_order", {"order": order}),
         ("return_item", {"order": order, "item": item}),
         ("change_address", {"order": order, "address": "X"}),
-        ("get_delivery", {"order": order}),
+        ("get_payment", {"order": order}),
     ):
         assert world.call(name, arguments).startswith("Error: identify")
     assert not world.written
@@ -248,3 +248,73 @@ def test_calls_are_recorded_in_order():
     world.call("a", {})
     world.call("b", {"x": 1})
     assert world.calls == [Call("a", {}), Call("b", {"x": 1})]
+
+
+def carelessly(change):
+    """A careful demonstrator whose messages and calls go through `change(act, rng)` → a list of acts."""
+
+    def agent(rng):
+        inner = shop.demonstrator(shop.CAREFUL, rng)
+        heard = yield next(inner)
+        while True:
+            try:
+                act = inner.send(heard)
+            except StopIteration:
+                return
+            for step in change(act):
+                heard = yield step
+
+    return agent
+
+
+def test_saying_why_not_and_then_doing_it_is_not_paid():
+    """Refusing first and acting afterwards must not earn what either earns."""
+    hedge = lambda act: [f"It is already delivered. {act}" if act == "What is the new address?" else act]
+    talks = [t for t in run(carelessly(hedge)) if t[0].kind == "address"]
+    assert talks and success(talks) == 0
+
+
+def test_a_write_before_the_read_back_is_not_repaired_by_a_second_one():
+    """The user changes its mind at the read-back: who writes first and asks afterwards must lose."""
+    for kind in ("exchange", "address"):
+        task = next(t for i in range(N) if (t := SHOP.task("train", 0, i)).kind == kind and t.wants.wishes[0].final)
+        wish, gold = task.wants.wishes[0], task.gold[0]
+        world = SHOP.world(task)
+        world.call("get_order", {"order": wish.order})
+        early = gold.arguments | {"color" if kind == "exchange" else "address": wish.new}
+        assert world.call(gold.name, early) == "ok"
+        assert world.call(gold.name, gold.arguments).startswith("Error: already changed")
+        assert world.reward().value == 0
+
+
+def test_a_read_back_must_name_a_detail():
+    task = next(t for i in range(N) if (t := SHOP.task("train", 0, i)).kind == "return" and not t.wants.slip)
+    script = SHOP.script(task, random.Random(0))
+    script.begin()
+    assert "yes" not in script.answer("Shall I?").text and script.act == "pardon"
+    assert "yes" not in script.answer("Shall I do it?").text and script.act == "pardon"
+
+
+def test_a_refusal_needs_the_day_that_only_the_order_tells():
+    task = next(t for i in range(N) if (t := SHOP.task("train", 0, i)).kind == "refuse")
+    reason, day = (f.value for f in task.told)
+    for text, reward in (
+        (f"Sorry, it is {reason}. The day is {day}.", 1),
+        (f"Sorry, it is {reason}.", 0),
+        (f"Sorry, it is {' or '.join(shop.REFUSALS)}. The day is {day}.", 0),
+        (f"Sorry, it is {reason}. The day is {' or '.join(shop.DAYS)}.", 0),
+    ):
+        world = SHOP.world(task)
+        world.tell(text)
+        assert world.reward().value == reward, text
+
+
+def test_find_order_knows_only_identified_customers():
+    task = SHOP.task("train", 0, 0)
+    (name, row), other = next(iter(task.db["customers"].items())), list(task.db["customers"])[1]
+    world, item = SHOP.world(task), next(iter(task.db["orders"][row["orders"][1]]["items"]))
+    assert world.call("find_order", {"name": name, "item": item}).startswith("Error: identify")
+    world.call("find_customer", {"name": name})
+    assert row["orders"][1] in world.call("find_order", {"name": name, "item": item})
+    assert world.call("find_order", {"name": name, "item": "red spoon"}).startswith("Error: no such item")
+    assert world.call("find_order", {"name": other, "item": item}).startswith("Error: identify")

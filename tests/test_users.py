@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+import mua_rl
 from domains import shop
 from tools import play
-from user_sim import STOP, Heard, ScriptedUser, user_fault
+from user_sim import STOP, UNJUDGED, Heard, ScriptedUser, user_fault
 
 SHOP = shop.Shop()
 
@@ -49,7 +50,7 @@ def test_the_answer_to_a_read_back_says_what_is_wanted_whatever_was_heard():
     task = task_of("return", changed=False)
     wish, script = task.wants.wishes[0], SHOP.script(task, random.Random(0))
     script.begin()
-    text = script.answer(f"Shall I return from {wish.order} the pink spoon?").text
+    text = script.answer(f"Shall I return from {wish.order} the pink tent?").text
     assert shop.meaning(text)[1] == "yes" and wish.item in text
 
 
@@ -98,4 +99,9 @@ def test_a_yes_to_the_wrong_thing_is_a_fault_of_kind_no():
 
 def test_what_the_script_cannot_understand_is_not_the_users_fault():
     task = task_of("cancel")
-    assert user_fault(SHOP, task, ["Gnarf."], ["I want to cancel an order, please.", "Hm?"]) is None
+    assert user_fault(SHOP, task, ["Gnarf."], ["I want to cancel an order, please.", "Hm?"]) == UNJUDGED
+
+
+def test_failed_users_count_as_faults_and_unjudged_talks_do_not():
+    shares = mua_rl.fault_shares(["failed", None, None, UNJUDGED, "yes"])
+    assert shares["user_fault_rate"] == 0.5 and shares["user_unjudged"] == 0.2
