@@ -662,6 +662,8 @@ def prepare(cfg: Config) -> Job:
     if state.results["null"]["do_nothing"] > 0.1:
         job.progress.say("warning: doing nothing pays in more than 10 % of the tasks")
     catch_ctrl_c(job)
+    if not cfg.resume and cfg.sft_steps:
+        job.save()  # from here on there is something to resume
     return job
 
 
