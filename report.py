@@ -251,7 +251,7 @@ def _panels(rows: list[dict]) -> list[tuple]:
     faults = ("user_fault", "user at fault", red), ("malformed", "malformed output", blue)
     gap = ("gap_max", "maximum", red), ("gap_mean", "mean", blue)
     kl, turns = ("kl", "KL to the cold start (nats)"), ("turns", "turns per talk")
-    clip, speed = ("clip_frac", "clipped tokens (%)"), ("sample_tok_s", "sampled tokens/s")
+    clip, speed = ("clip_frac", "clipped tokens (%)"), ("sample_tok_s", "rollout tokens/s")
     return [
         ("Success", "%", lambda ax: _success(ax, rl, evals)),
         ("Cold start: loss", "nats per token", lambda ax: _lines(ax, sft, 1, ("loss", "_", blue))),
@@ -260,7 +260,7 @@ def _panels(rows: list[dict]) -> list[tuple]:
         ("Groups without a signal", "% of groups", lambda ax: _lines(ax, rl, 100, *groups)),
         ("Faults", "%", lambda ax: _lines(ax, rl, 100, *faults)),
         ("Clipping and gradient", "", lambda ax: _pair(ax, rl, clip, ("grad_norm", "gradient norm"), 100)),
-        ("Sampler against trainer", "|log ratio|", lambda ax: _lines(ax, rl, 1, *gap)),
+        ("Sampler against trainer", "|ρ − 1|", lambda ax: _lines(ax, rl, 1, *gap)),
         ("Tool calls", "% of calls", lambda ax: _shares(ax, rl, "tools")),
         ("How conversations end", "% of conversations", lambda ax: _shares(ax, rl, "exits")),
         ("Speed", "", lambda ax: _pair(ax, rl, speed, ("train_tok_s", "trained tokens/s"))),

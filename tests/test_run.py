@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
+import mua_rl
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -182,20 +185,31 @@ BAD = {
 }
 
 
+def refused(args, capsys) -> str:
+    """Runs a command in this process; it must exit with 2 and say one line, which is returned."""
+    with pytest.raises(SystemExit) as stop:
+        mua_rl.command_line([str(a) for a in args])
+    out = capsys.readouterr()
+    assert stop.value.code == 2 and len(out.err.strip().splitlines()) == 1, out.err
+    return out.err
+
+
 @pytest.mark.parametrize("line", BAD)
-def test_bad_input_is_one_line_and_exit_2(tmp_path, unbroken, line):
+def test_bad_input_is_one_line_and_exit_2(tmp_path, unbroken, line, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     args = [str(unbroken) if a == "RUN" else a for a in line.split()]
     if args[0] == "train" and "--run" not in args and "--resume" not in args:
         args += ["--run", str(tmp_path / "new")]
-    done = finished(command(tmp_path, *args, driver=False), cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and BAD[line] in done.stderr, done.stderr
+    assert BAD[line] in refused(args, capsys)
     assert not (tmp_path / "new" / "checkpoint").exists()
 
 
-def test_damaged_checkpoints_are_one_line_and_exit_2(tmp_path, unbroken):
-    import shutil
+def test_bad_input_from_the_shell_has_no_traceback(tmp_path):
+    done = finished(command(tmp_path, "train", "--group-size", 1, driver=False), cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("mua_rl: --group-size 1") and not done.stdout
 
+
+def test_damaged_checkpoints_are_one_line_and_exit_2(tmp_path, unbroken, capsys):
     for name, content in (
         ("model.safetensors", b"\x00" * 50),
         ("config.json", b"{}"),
@@ -206,29 +220,24 @@ def test_damaged_checkpoints_are_one_line_and_exit_2(tmp_path, unbroken):
         run = tmp_path / name
         shutil.copytree(unbroken, run)
         (run / "checkpoint" / name).write_bytes(content)
-        done = finished(command(tmp_path, "train", "--resume", run, driver=False))
-        assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, (name, done.stderr)
+        assert name in refused(["train", "--resume", run], capsys)
 
 
-def test_a_run_is_not_overwritten(tmp_path, unbroken):
+def test_a_run_is_not_overwritten(unbroken, capsys):
     kept = ("metrics.jsonl", "config.json", "summary.json")
     before = [(unbroken / name).read_bytes() for name in kept]
-    done = finished(command(tmp_path, "train", "--run", unbroken, *SMALL))
-    assert done.returncode == 2 and "--resume" in done.stderr
+    assert "--resume" in refused(["train", "--run", unbroken, *SMALL], capsys)
     assert [(unbroken / name).read_bytes() for name in kept] == before
 
 
 @pytest.mark.parametrize("flags", ["--width 64", "--seed 5", "--group-size 4", "--lr 1"])
-def test_a_resumed_run_stays_the_same_run(tmp_path, unbroken, flags):
+def test_a_resumed_run_stays_the_same_run(unbroken, flags, capsys):
     before = (unbroken / "config.json").read_bytes()
-    done = finished(command(tmp_path, "train", "--resume", unbroken, *flags.split()))
-    assert done.returncode == 2 and flags.split()[0] in done.stderr and len(done.stderr.splitlines()) == 1
+    assert flags.split()[0] in refused(["train", "--resume", unbroken, *flags.split()], capsys)
     assert (unbroken / "config.json").read_bytes() == before
 
 
 def test_a_finished_run_can_be_made_longer_and_is_measured_again(tmp_path, unbroken):
-    import shutil
-
     run = tmp_path / "run"
     shutil.copytree(unbroken, run)
     done = finished(command(tmp_path, "train", "--resume", run, "--steps", 5))
