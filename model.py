@@ -417,7 +417,11 @@ def load(folder, dtype=torch.float32) -> Decoder:
     Weights in pickle files are never opened: a pickle can run any code.
     """
     folder = Path(folder)
-    cfg = ModelConfig.from_hf(_read_json(folder / "config.json"))
+    try:
+        cfg = ModelConfig.from_hf(_read_json(folder / "config.json"))
+    except UserError as error:
+        place = str(folder / "config.json")
+        raise error if place in str(error) else UserError(f"{place}: {error}") from None
     return from_tensors(cfg, _read_safetensors(folder, dtype), str(folder))
 
 

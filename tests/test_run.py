@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SMALL = (
     "--threads 2 --save-seconds 0 --layers 2 --width 32 --heads 2 --kv-heads 1 --mlp 32 --sft-steps 4 --sft-talks 2 --steps 4 --tasks 2 "
     "--group-size 3 --max-turns 3 --max-new 12 --user-max-new 12 --slots 6 --eval-every 2 --eval-tasks 2 --test-tasks 3 "
-    "--trials 2 --kl 0.1"
+    "--trials 2 --kl 0.1 --user scripted --overlong train"
 ).split()
 # A policy that knows nothing never earns a reward, and without rewards nothing is learned: for these runs each member of a
 # group gets an advantage of its own, so that every step moves the weights.
@@ -95,7 +95,7 @@ def test_a_run_leaves_everything_a_person_looks_at(unbroken):
         "preset seed wall_s peak_rss_mb null careless cold_start final unseen_user unseen_combination user_fault_rate "
         "sampled_tokens trained_tokens sample_tok_s train_tok_s seconds_by_phase".split()
     )
-    assert summary["null"].keys() == {"do_nothing", "transfer", "act_without_asking"}
+    assert summary["null"].keys() >= {"do_nothing", "transfer", "act_without_asking"}
     assert summary["final"].keys() >= {"success", "lo", "hi", "n", "pass_k"} and "2" in summary["final"]["pass_k"]
     assert len(rows(unbroken, "sft")) == 4 and len(rows(unbroken, "rl")) == 4
     with gzip.open(unbroken / "episodes.jsonl.gz", "rt") as file:
@@ -123,7 +123,7 @@ def test_transformers_opens_the_checkpoint_with_equal_logits(unbroken):
     assert (a - b).abs().max() <= 1e-5 * a.abs().max()
 
 
-@pytest.mark.parametrize("phase, after", [("sft", 1), ("rl", 1), ("rl", 3)])
+@pytest.mark.parametrize("phase, after", [("sft", 1), ("rl", 2)])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, unbroken, phase, after):
     run = tmp_path / "run"
     process = subprocess.Popen(command(tmp_path, "train", "--run", run, *SMALL), stderr=subprocess.PIPE, text=True)
