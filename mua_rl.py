@@ -621,7 +621,8 @@ class Job:
             with self.clock("evaluation"):
                 self.state.results[name] = make()
             row = {k: v for k, v in self.state.results[name].items() if k != "step"}
-            self.run.log("eval", 0 if stage == "cold_start" else self.state.step, stage=stage, name=name, **row)
+            at = {"cold_start": 0, "during": self.state.step + 1}.get(stage, self.state.step)
+            self.run.log("eval", at, stage=stage, name=name, **row)
             if self.interrupted:
                 self.save()
                 raise Stop("Ctrl-C: stopped after an evaluation")
