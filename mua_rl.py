@@ -862,7 +862,9 @@ def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]
         job.run.episodes(
             job.domain, job.chat, groups[:4], tasks[:4], cfg.user, advantages, phase="rl", step=step, stage="train"
         )
-    shown = {k: metrics.get(k) for k in ("success", "reward", "kl", "entropy", "gap_max", "sample_tok_s", "train_tok_s")}
+    shown = {
+        k: metrics.get(k) for k in ("success", "reward", "kl", "entropy", "gap_max", "sample_tok_s", "train_tok_s")
+    }
     job.progress.step("GRPO", step + 1, cfg.steps, **{k: v for k, v in shown.items() if v is not None})
 
 
