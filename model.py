@@ -615,13 +615,18 @@ def load(folder, dtype=torch.float32, device="cpu") -> Decoder:
     Weights in pickle files are never opened: a pickle can run any code.
     """
     folder = Path(folder)
+    cfg = read_config(folder)
+    tensors = (pair for name in _weight_files(folder) for pair in _tensors_in(folder / name))
+    return from_tensors(cfg, ((name, t.to(device, dtype)) for name, t in tensors), str(folder))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The shape in a folder's config.json."""
     try:
-        cfg = ModelConfig.from_hf(_read_json(folder / "config.json"))
+        return ModelConfig.from_hf(_read_json(folder / "config.json"))
     except UserError as error:
         place = str(folder / "config.json")
         raise error if place in str(error) else UserError(f"{place}: {error}") from None
-    tensors = (pair for name in _weight_files(folder) for pair in _tensors_in(folder / name))
-    return from_tensors(cfg, ((name, t.to(device, dtype)) for name, t in tensors), str(folder))
 
 
 def from_tensors(cfg: ModelConfig, tensors: Iterable[tuple[str, Tensor]], where: str) -> Decoder:

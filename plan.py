@@ -1,0 +1,120 @@
+"""What a run needs in memory, before it starts: weights, optimizer, KV caches, activations. Arithmetic only, no model.
+
+`python mua_rl.py plan --preset NAME` prints it. The same numbers stop a run that cannot fit. What the framework itself
+takes (CUDA's context, fragmentation, the matrix products' workspaces) is in none of them: leave a tenth of the card free.
+"""
+
+from dataclasses import dataclass
+
+from chat import UserError
+from model import ModelConfig
+
+GIB = 2**30
+SHAPES = {  # from the models' config.json: hidden, MLP, layers, heads, kv heads, head size, vocabulary, tied
+    "smollm2": ("llama", 576, 1536, 30, 9, 3, 64, 49152, True),
+    "Qwen/Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True),
+    "Qwen/Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True),
+    "Qwen/Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False),
+}
+CARDS = {"24 GB": 24e9, "48 GB": 48e9, "80 GB": 80e9, "141 GB": 141e9}
+
+
+def shape(name: str, positions: int = 40960) -> ModelConfig:
+    """A known model's shape, without its files. Raises UserError for an unknown one."""
+    if name not in SHAPES:
+        raise UserError(f"--model {name}: its shape is not known without its files; known are {', '.join(SHAPES)}")
+    kind, hidden, mlp, layers, heads, kv_heads, head_dim, vocabulary, tied = SHAPES[name]
+    return ModelConfig(
+        model_type=kind, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rope_theta=1e6, qk_norm=kind == "qwen3",
+        tie_word_embeddings=tied, max_position_embeddings=positions,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes, by what they are for."""
+
+    weights: int
+    reference: int  # a frozen second copy: KL reference and user. With LoRA the weights themselves, adapters off
+    gradients: int
+    masters: int  # fp32 copies of trained half-precision weights
+    optimizer: int  # AdamW's two moments
+    caches: int  # keys and values: the agent's slots and the user's
+    activations: int  # one micro-batch, forward and backward
+    logits: int  # a slice of [rows, V], and the gradient of the output matrix
+
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def parameters(m: ModelConfig) -> tuple[int, int]:
+    """(all weights, those in the blocks' linear layers)."""
+    q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    linear = m.num_hidden_layers * (m.hidden_size * (2 * q + 2 * kv) + 3 * m.hidden_size * m.intermediate_size)
+    biases = m.num_hidden_layers * (q + 2 * kv) * m.attention_bias
+    norms = (2 * m.num_hidden_layers + 1) * m.hidden_size + 2 * m.head_dim * m.qk_norm * m.num_hidden_layers
+    return linear + biases + norms + m.vocab_size * m.hidden_size * (2 - m.tie_word_embeddings), linear
+
+
+def adapters(m: ModelConfig, rank: int) -> int:
+    """Parameters of LoRA on every linear layer: r · (in + out) each."""
+    q, kv, H, F = (
+        m.num_attention_heads * m.head_dim,
+        m.num_key_value_heads * m.head_dim,
+        m.hidden_size,
+        m.intermediate_size,
+    )
+    return rank * m.num_hidden_layers * (2 * (H + q) + 2 * (H + kv) + 3 * (H + F))
+
+
+def block_activations(m: ModelConfig, rank: int) -> int:
+    """Numbers a block keeps for its backward pass, per token: inputs of norms and matrices, and what attention needs."""
+    q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    norms = 4 * m.hidden_size + (q + kv) * m.qk_norm  # each norm keeps its input, each matrix the normed one
+    attention = 2 * q + 2 * kv + q  # q, k, v, its output, and the rotation's inputs
+    mlp = 4 * m.intermediate_size  # gate, up, silu(gate), their product
+    return norms + attention + mlp + 7 * rank
+
+
+def need(cfg, m: ModelConfig) -> Need:
+    """The memory of reinforcement learning with `cfg` (a mua_rl.Config) on a model of shape `m`."""
+    width = 2 if cfg.dtype == "bf16" else 4
+    everything, _ = parameters(m)
+    trained = adapters(m, cfg.lora_rank) if cfg.lora_rank else everything
+    half = width == 2 and not cfg.lora_rank  # trained weights are kept a second time, in fp32
+    per_token = 2 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim * width
+    T, layers = cfg.micro_tokens, m.num_hidden_layers
+    block = block_activations(m, cfg.lora_rank)
+    kept = 2 * m.hidden_size + (layers * m.hidden_size + block if cfg.checkpointing else layers * block)
+    rows = max(256, 2**20 // m.vocab_size)
+    return Need(
+        weights=everything * width + (trained * 4 if cfg.lora_rank else 0),
+        reference=0 if cfg.lora_rank else everything * width,
+        gradients=trained * 4,
+        masters=trained * 4 if half else 0,
+        optimizer=trained * (2 if cfg.adam8bit else 8),
+        caches=cfg.slots * (cfg.max_len + cfg.user_max_len + 2) * per_token,
+        activations=T * kept * width,
+        logits=3 * rows * m.vocab_size * 4 + (0 if cfg.lora_rank else m.vocab_size * m.hidden_size * 4),
+    )
+
+
+def table(cfg, m: ModelConfig) -> str:
+    """The plan, for people."""
+    n, lines = need(cfg, m), []
+    total = n.total()
+    lines.append(
+        f"{cfg.preset}: {cfg.model or 'from scratch'}, {parameters(m)[0] / 1e6:,.0f} M parameters, {cfg.dtype}"
+    )
+    lines.append(f"  trained: {f'adapters of rank {cfg.lora_rank}' if cfg.lora_rank else 'all weights'}")
+    lines += [f"  {name:12} {value / GIB:9.2f} GiB" for name, value in vars(n).items()]
+    lines.append(f"  {'total':12} {total / GIB:9.2f} GiB")
+    fits = [name for name, size in CARDS.items() if total < 0.9 * size]
+    lines.append(f"  fits a card of {fits[0]} (a tenth left free)" if fits else "  fits none of " + ", ".join(CARDS))
+    if not fits or n.caches > total / 2:
+        per_slot = n.caches / cfg.slots / GIB
+        lines.append(
+            f"  one slot more or less: {per_slot:.2f} GiB (--slots), half the context: half of that (--max-len)"
+        )
+    return "\n".join(lines)

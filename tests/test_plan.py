@@ -1,0 +1,67 @@
+"""The memory plan against what torch really keeps."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import mua_rl
+import plan
+from model import Decoder, KVCache, add_lora
+
+SMALL = dataclasses.replace(
+    plan.shape("Qwen/Qwen3-0.6B"), hidden_size=256, intermediate_size=768, num_hidden_layers=4, vocab_size=1000
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("smollm2", 134.5), ("Qwen/Qwen3-0.6B", 596.0), ("Qwen/Qwen3-4B", 4022.5), ("Qwen/Qwen3-8B", 8190.7)],
+)  # fmt: skip  (as their model cards say)
+def test_known_shapes_have_the_published_number_of_parameters(name, millions):
+    assert plan.parameters(plan.shape(name))[0] / 1e6 == pytest.approx(millions, rel=2e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_parameters_and_caches_are_counted_exactly(rank):
+    model = Decoder(SMALL)
+    if rank:
+        add_lora(model, rank)
+    everything = sum(p.numel() for p in model.parameters())
+    assert plan.parameters(SMALL)[0] + plan.adapters(SMALL, rank) == everything
+    cache = KVCache(SMALL, 3, 50)
+    cfg = dataclasses.replace(mua_rl.Config(), slots=3, max_len=50, user_max_len=50)
+    assert plan.need(cfg, SMALL).caches == 2 * 2 * cache.keys.numel() * 4
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_near_what_autograd_keeps(rank, checkpointing):
+    model, T = Decoder(SMALL), 128
+    if rank:
+        add_lora(model, rank)
+        model.model["embed_tokens"].weight.requires_grad_(True)  # as every layer's input: has a gradient
+    model.checkpointing = checkpointing
+    kept, weights = {}, {p.data_ptr() for p in model.parameters()}
+
+    def pack(t):
+        if t.data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(torch.zeros(2, T // 2, dtype=torch.long)).sum()
+    cfg = dataclasses.replace(mua_rl.Config(), lora_rank=rank, micro_tokens=T, checkpointing=checkpointing)
+    planned = plan.need(cfg, SMALL).activations
+    if checkpointing:  # the one block that is recomputed at a time is not kept here
+        planned -= T * 4 * plan.block_activations(SMALL, rank)
+    assert planned == pytest.approx(sum(kept.values()), rel=0.3)
+
+
+def test_every_preset_has_a_plan(capsys):
+    for name in mua_rl.PRESETS:
+        mua_rl.main(["plan", "--preset", name])
+        out = capsys.readouterr().out
+        assert out.startswith(f"{name}:") and "fits a card of" in out
+    with pytest.raises(mua_rl.UserError, match="no such folder"):
+        mua_rl.main(["plan", "--model", "nothing-here"])
