@@ -9,6 +9,7 @@ Deliberately left out: anything that recomputes a number. What is shown is what 
 import base64
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -94,7 +95,7 @@ def _success_rows(summary: dict) -> list[dict]:
     found |= {f"null: {name}": {"success": x} for name, x in (summary.get("null") or {}).items()}
     rows = []
     for name, x in found.items():
-        text = "  ".join(f"pass^{k} {_percent(v)}" for k, v in sorted((x.get("pass_k") or {}).items()))
+        text = "  ".join(f"pass^{k} {_percent(v)}" for k, v in sorted((x.get("pass_k") or {}).items()) if k != "1")
         figures = {key: x.get(key) for key in ("success", "lo", "hi", "n")}
         rows.append({"name": name.replace("_", " "), "pass_k": text, **figures})
     return rows
@@ -181,8 +182,7 @@ def _line(rows: list[dict], key: str, label: str, ink: int = 0, factor: float = 
     """One series and its trailing mean over a 25th of the run."""
     rows = [r for r in rows if _is_number(r.get("step")) and _is_number(r.get(key))]
     y, window = [_short(factor * r[key]) for r in rows], max(1, len(rows) // 25)
-    parts = [y[max(0, i - window) : i] for i in range(1, len(y) + 1)]
-    means = [_short(sum(part) / len(part)) for part in parts]
+    means = [_short(sum(part) / len(part)) for i in range(1, len(y) + 1) if (part := y[max(0, i - window) : i])]
     return {"label": label, "ink": ink, "x": [r["step"] for r in rows], "y": y, "mean": means}
 
 
@@ -204,17 +204,16 @@ def _shares(rows: list[dict], key: str) -> list[dict]:
 
 def _evaluations(evals: list[dict]) -> list[dict]:
     """Held-out success in per cent with its interval: one series for each split and user."""
-    series: dict[str, list[tuple]] = {}
+    series = {}
     for r in evals:
         if _is_number(r.get("success")) and _is_number(r.get("step")):
-            ends = [r[k] if _is_number(r.get(k)) else r["success"] for k in ("success", "lo", "hi")]
             name = f"{r.get('split', '?')}, {r.get('user', '?')} user"
-            series.setdefault(name, []).append((r["step"], *(_short(100 * end) for end in ends)))
-    points = []
-    for i, (name, rows) in enumerate(series.items()):
-        x, y, lo, hi = map(list, zip(*sorted(rows), strict=True))
-        points.append({"label": name, "ink": i % GREY, "x": x, "y": y, "lo": lo, "hi": hi})
-    return points
+            empty = {"label": name, "ink": len(series) % GREY, "x": [], "y": [], "lo": [], "hi": []}
+            one = series.setdefault(name, empty)
+            one["x"].append(r["step"])
+            for end, key in (("y", "success"), ("lo", "lo"), ("hi", "hi")):
+                one[end].append(_short(100 * (r[key] if _is_number(r.get(key)) else r["success"])))
+    return list(series.values())
 
 
 def _draw(ax, panel: dict) -> None:
@@ -230,11 +229,9 @@ def _draw(ax, panel: dict) -> None:
         dot = "." if len(line["x"]) < 4 else None
         ax.plot(line["x"], line["y"], color=INK[line["ink"]], alpha=0.25, linewidth=1)
         ax.plot(line["x"], line["mean"], color=INK[line["ink"]], label=line["label"], marker=dot)
-    for i, p in enumerate(points):
-        below = [max(0, y - lo) for y, lo in zip(p["y"], p["lo"], strict=True)]
-        above = [max(0, hi - y) for y, hi in zip(p["y"], p["hi"], strict=True)]
-        style = {"fmt": "osD^vPX*"[i % 8] + "-", "color": INK[p["ink"]], "capsize": 3, "linewidth": 1}
-        ax.errorbar(p["x"], p["y"], yerr=[below, above], label=p["label"], **style)
+    for p, mark in zip(points, itertools.cycle("s^DovP"), strict=False):
+        ax.plot(p["x"], p["y"], marker=mark, color=INK[p["ink"]], linewidth=1, label=p["label"])
+        ax.vlines(p["x"], p["lo"], p["hi"], color=INK[p["ink"]])
     if points or stacked:
         ax.set_ylim(0, 100)
     ax.set_title(panel["title"], loc="left", fontweight="bold")
@@ -269,46 +266,37 @@ def curves(run: Path) -> Path:
 # ---- the page ----
 
 PAGE = Path(__file__).with_name("report_page.html")
-MAX_EPISODES, MAX_TOKENS, MAX_PROMPT = 4000, 500_000, 200  # on a page; with their tokens; system tokens of an episode
+MAX_EPISODES, MAX_TOKENS, MAX_PROMPT = 4000, 500_000, 200  # on a page; tokens on it; of a system prompt
 
 
 def html(run: Path) -> Path:
     """Write `report.html`: summary, curves and episodes in one file that needs neither network nor server.
 
-    It holds the latest episodes, and the tokens of the latest of these, so that it stays small and opens at once. What a
-    model wrote is data in it: JSON without a "<", which the script shows as text; and the page's security policy runs
-    that one script and loads nothing.
+    It holds the latest episodes, and the tokens of the latest of these, so that it stays small and opens at once; of a long
+    system prompt, the same everywhere, only the beginning. What a model wrote is data in it: JSON without a "<", which
+    the script shows as text; and the page's security policy runs that one script and loads nothing.
     """
     run = _folder(run)
     summary, config = _object(run / "summary.json"), _object(run / "config.json")
     episodes = read_episodes(run / "episodes.jsonl.gz")
     rows, budget = [{"i": i} | e for i, e in enumerate(episodes)][-MAX_EPISODES:], MAX_TOKENS
     for row in reversed(rows):
-        tokens = _without_long_prompt([row.pop(key, None) or [] for key in ("tokens", "roles", "logprobs")])
-        budget -= len(tokens[0])
-        row |= dict(zip(("tokens", "roles", "logprobs"), tokens, strict=True)) if budget >= 0 else {}
+        tokens = list(zip(*(row.pop(key, None) or () for key in ("tokens", "roles", "logprobs")), strict=False))
+        n = next((i for i, token in enumerate(tokens) if token[1] not in (Role.SYSTEM, Role.TEMPLATE)), 0)
+        if n > MAX_PROMPT:
+            tokens[MAX_PROMPT:n] = [(f" [… {n - MAX_PROMPT:,} more tokens of the prompt …] ", Role.SYSTEM, None)]
+        budget -= len(tokens)
+        row["tokens"] = tokens if budget >= 0 else []
     drawn = panels(read_metrics(run / "metrics.jsonl"))
     data = {"run": run.name, "success": _success_rows(summary), "facts": _facts(summary)}
     data |= {"config": [[key, json.dumps(value)] for key, value in config.items()]}
-    data |= {"panels": drawn[:DRAWN], "more": drawn[DRAWN:]}
-    data |= {"episodes": rows, "left_out": len(episodes) - len(rows)}
+    data |= {"panels": drawn[:DRAWN], "more": drawn[DRAWN:], "episodes": rows, "left_out": len(episodes) - len(rows)}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = PAGE.read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", page, re.S)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     (run / ".report.html").write_text(page.replace("%HASH%", digest).replace("%DATA%", text), encoding="utf-8")
     return (run / ".report.html").replace(run / "report.html")
-
-
-def _without_long_prompt(columns: list[list]) -> list[list]:
-    """Tokens, roles, log-probs with a long system prompt cut: it is the same in every episode, and most of the file."""
-    tokens, roles, logprobs = columns
-    n = next((i for i, role in enumerate(roles) if role not in (Role.SYSTEM, Role.TEMPLATE)), 0)
-    if n <= MAX_PROMPT:
-        return columns
-    gap = f" [… {n - MAX_PROMPT:,} more tokens of the system prompt …] "
-    cut = (tokens, gap), (roles, Role.SYSTEM), (logprobs, None)
-    return [[*column[:MAX_PROMPT], filler, *column[n:]] for column, filler in cut]
 
 
 # ---- the terminal ----
