@@ -27,8 +27,6 @@ from chat import Role, UserError
 
 def append_episodes(path: Path, episodes: list[dict]) -> None:
     """Append one gzip member of JSON lines and sync it: a kill can only ever cut the last member."""
-    if not episodes:
-        return
     text = "".join(json.dumps(episode) + "\n" for episode in episodes)
     with open(path, "ab") as file:
         file.write(gzip.compress(text.encode(), mtime=0))
@@ -97,7 +95,7 @@ def _success_rows(summary: dict) -> list[dict]:
     for name, x in found.items():
         text = "  ".join(f"pass^{k} {_percent(v)}" for k, v in sorted((x.get("pass_k") or {}).items()) if k != "1")
         figures = {key: x.get(key) for key in ("success", "lo", "hi", "n")}
-        rows.append({"name": name.replace("_", " "), "pass_k": text, **figures})
+        rows.append(figures | {"name": name.replace("_", " "), "pass_k": text})
     return rows
 
 
@@ -192,14 +190,11 @@ def _shares(rows: list[dict], key: str) -> list[dict]:
     counts = {step: c for step, c in counts.items() if c.total()}
     total = sum(counts.values(), Counter())
     label = {name: name.replace("_", " ") if i < 8 else "others" for i, (name, _) in enumerate(total.most_common())}
-    shares = {name: [] for name in label.values()}
-    for c in counts.values():
-        here = Counter()
-        for name, n in c.items():
-            here[label[name]] += 100 * n / c.total()
-        for name, y in shares.items():
-            y.append(_short(here[name]))
-    return [{"label": name, "ink": ink, "x": [*counts], "y": y} for ink, (name, y) in enumerate(shares.items())]
+    share = lambda name, c: _short(100 * sum(n for one, n in c.items() if label[one] == name) / c.total())
+    return [
+        {"label": name, "ink": ink, "x": [*counts], "y": [share(name, c) for c in counts.values()]}
+        for ink, name in enumerate(dict.fromkeys(label.values()))
+    ]
 
 
 def _evaluations(evals: list[dict]) -> list[dict]:
@@ -229,11 +224,12 @@ def _draw(ax, panel: dict) -> None:
         dot = "." if len(line["x"]) < 4 else None
         ax.plot(line["x"], line["y"], color=INK[line["ink"]], alpha=0.25, linewidth=1)
         ax.plot(line["x"], line["mean"], color=INK[line["ink"]], label=line["label"], marker=dot)
-    for p, mark in zip(points, itertools.cycle("s^DovP"), strict=False):
+    for p, mark in zip(points, itertools.cycle("s^Dov"), strict=False):
         ax.plot(p["x"], p["y"], marker=mark, color=INK[p["ink"]], linewidth=1, label=p["label"])
         ax.vlines(p["x"], p["lo"], p["hi"], color=INK[p["ink"]])
-    if points or stacked:
-        ax.set_ylim(0, 100)
+    if panel["kind"] != "log":
+        lowest = min((y for line in lines for y in line["y"]), default=0)
+        ax.set_ylim(min(0, 1.05 * lowest), 100 if points or stacked else None)
     ax.set_title(panel["title"], loc="left", fontweight="bold")
     ax.set(xlabel=panel["x"], ylabel=panel["unit"])
     if not lines and not points:
@@ -254,11 +250,12 @@ def curves(run: Path) -> Path:
     style |= {"axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "legend.fontsize": 8}
     with matplotlib.rc_context(style):
         fig = Figure(figsize=(16, 12), layout="constrained")
+        fig.suptitle(
+            f"{run.name}: cold start, reinforcement learning, held-out success", x=0.01, ha="left", fontsize=14
+        )
         grid = fig.add_gridspec(4, 4)
         for place, panel in zip([grid[0, :2], *(grid[i // 4, i % 4] for i in range(2, 16))], found, strict=True):
             _draw(fig.add_subplot(place), panel)
-        title = f"{run.name}: cold start, reinforcement learning, held-out success"
-        fig.suptitle(title, x=0.01, ha="left", fontsize=14)
         fig.savefig(run / ".curves.png", dpi=110)
     return (run / ".curves.png").replace(run / "curves.png")  # nobody ever sees half a file
 
