@@ -235,7 +235,7 @@ def _draw(ax, panel: dict) -> None:
     if not lines and not points:
         ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", va="center", color="grey")
     elif len(lines) + len(points) > 1:
-        below = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.17), "ncol": 2}  # a stack is full inside
+        below = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.22), "ncol": 2}  # a stack is full inside
         ax.legend(**below if stacked else {"loc": "best"})
 
 
@@ -249,11 +249,11 @@ def curves(run: Path) -> Path:
     style = {"font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False}
     style |= {"axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "legend.fontsize": 8}
     with matplotlib.rc_context(style):
-        fig = Figure(figsize=(16, 12), layout="constrained")
+        fig = Figure(figsize=(16, 12))
         fig.suptitle(
             f"{run.name}: cold start, reinforcement learning, held-out success", x=0.01, ha="left", fontsize=14
         )
-        grid = fig.add_gridspec(4, 4)
+        grid = fig.add_gridspec(4, 4, left=0.05, right=0.99, bottom=0.13, top=0.93, wspace=0.22, hspace=0.4)
         for place, panel in zip([grid[0, :2], *(grid[i // 4, i % 4] for i in range(2, 16))], found, strict=True):
             _draw(fig.add_subplot(place), panel)
         fig.savefig(run / ".curves.png", dpi=110)

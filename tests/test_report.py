@@ -187,21 +187,25 @@ def test_shares_of_many_tools_go_together():
     assert panel["lines"][-1]["y"][0] == pytest.approx(100 * (92 + 91 + 90 + 89) / 1134, rel=1e-4)
 
 
-def test_curves_of_a_whole_run_and_of_one_that_hardly_began(run):
-    full = report.curves(run).read_bytes()
-    assert full.startswith(b"\x89PNG") and len(full) > 50_000
-    rows = [
+def test_curves_draw_what_there_is(run):
+    bare = [
         {"phase": "rl", "step": 0, "success": None, "gap_max": 0.0},
         {"phase": "eval"},
         {"phase": "rl", "exits": {"a": 0}},
         {},
     ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bare = report.curves(run).read_bytes()
-    assert bare.startswith(b"\x89PNG") and len(bare) < len(full)
-    assert "curves.png" in [path.name for path in run.iterdir()] and ".curves.png" not in [
-        p.name for p in run.iterdir()
-    ]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in bare)
+    png = report.curves(run).read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) > 50_000 and not (run / ".curves.png").exists()
+    found = report.panels(bare)
+    assert len(found) == report.DRAWN
+    assert [panel["title"] for panel in found if panel["lines"] or panel["points"]] == ["Sampler against trainer"]
+
+
+def test_curves_of_nothing(tmp_path):
+    assert report.curves(tmp_path).read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
 
 
 # ---- the page as a file ----
@@ -258,7 +262,7 @@ def test_a_long_system_prompt_is_shortened(run):
 # ---- the page in a browser ----
 
 
-KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27}  # keys that Chromium acts on by their number
+KEY_CODES = {"Tab": 9, "Escape": 27}  # keys that Chromium acts on by their number
 
 
 class Browser:
@@ -319,12 +323,15 @@ class Browser:
     def settle(self) -> None:
         self.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
+    def press(self, key: str) -> None:
+        code = {"windowsVirtualKeyCode": KEY_CODES[key]} if key in KEY_CODES else {}
+        text = {"text": key} if len(key) == 1 else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text, **code)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
+
     def keys(self, *keys: str) -> None:
         for key in keys:
-            code = {"windowsVirtualKeyCode": KEY_CODES[key]} if key in KEY_CODES else {}
-            text = {"text": {"Enter": "\r"}.get(key, key)} if len(key) == 1 or key == "Enter" else {}
-            self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text, **code)
-            self.call("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
+            self.press(key)
         self.settle()
 
     def point(self, selector: str, across: float = 0.5) -> dict:
@@ -568,7 +575,7 @@ def test_every_stop_of_the_keyboard_is_seen(run, browser):
     browser.open(report.html(run))
     stops = []
     for _ in range(70):
-        browser.keys("Tab")
+        browser.press("Tab")
         stops.append(
             browser.js("""(() => { const a = document.activeElement, ring = getComputedStyle(a.closest('#list') ?? a);
             return [a.tagName.toLowerCase() + '#' + a.id, ring.outlineStyle != 'none' && parseFloat(ring.outlineWidth) >= 2]; })()""")
@@ -589,7 +596,7 @@ def test_nothing_sticks_out_of_the_window(run, browser, width):
         assert browser.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     if width == 360:
         browser.click("#row20")
-        assert browser.js("Math.abs($('episode').getBoundingClientRect().top)") < 20  # what was chosen is in sight
+        assert 0 <= browser.js("$('episode').getBoundingClientRect().top") < 450  # what was chosen is in sight
         browser.click("#back")
         assert browser.js("Math.abs($('episodes-part').getBoundingClientRect().top)") < 20
 
