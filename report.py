@@ -93,7 +93,7 @@ def _success_rows(summary: dict) -> list[dict]:
     found |= {f"null: {name}": {"success": x} for name, x in (summary.get("null") or {}).items()}
     rows = []
     for name, x in found.items():
-        text = "  ".join(f"pass^{k} {_percent(v)}" for k, v in sorted((x.get("pass_k") or {}).items()) if k != "1")
+        text = "  ".join(f"pass^{k} {_percent(v)}" for k, v in (x.get("pass_k") or {}).items() if k != "1")
         figures = {key: x.get(key) for key in ("success", "lo", "hi", "n")}
         rows.append(figures | {"name": name.replace("_", " "), "pass_k": text})
     return rows
@@ -203,11 +203,14 @@ def _evaluations(evals: list[dict]) -> list[dict]:
     for r in evals:
         if _is_number(r.get("success")) and _is_number(r.get("step")):
             name = f"{r.get('split', '?')}, {r.get('user', '?')} user"
-            empty = {"label": name, "ink": len(series) % GREY, "x": [], "y": [], "lo": [], "hi": []}
-            one = series.setdefault(name, empty)
-            one["x"].append(r["step"])
-            for end, key in (("y", "success"), ("lo", "lo"), ("hi", "hi")):
-                one[end].append(_short(100 * (r[key] if _is_number(r.get(key)) else r["success"])))
+            one = series.setdefault(
+                name, {"label": name, "ink": len(series) % GREY, "x": [], "y": [], "lo": [], "hi": []}
+            )
+            ends = [r[key] if _is_number(r.get(key)) else r["success"] for key in ("success", "lo", "hi")]
+            for key, value in zip(
+                ("x", "y", "lo", "hi"), (r["step"], *(_short(100 * end) for end in ends)), strict=True
+            ):
+                one[key].append(value)
     return list(series.values())
 
 
@@ -221,9 +224,8 @@ def _draw(ax, panel: dict) -> None:
     if panel["kind"] == "log" and any(y > 0 for line in lines for y in line["y"]):
         ax.set_yscale("log")
     for line in lines if not stacked else ():
-        dot = "." if len(line["x"]) < 4 else None
-        ax.plot(line["x"], line["y"], color=INK[line["ink"]], alpha=0.25, linewidth=1)
-        ax.plot(line["x"], line["mean"], color=INK[line["ink"]], label=line["label"], marker=dot)
+        ax.plot(line["x"], line["y"], color=INK[line["ink"]], alpha=0.25, linewidth=1, marker=".", markersize=3)
+        ax.plot(line["x"], line["mean"], color=INK[line["ink"]], label=line["label"])
     for p, mark in zip(points, itertools.cycle("s^Dov"), strict=False):
         ax.plot(p["x"], p["y"], marker=mark, color=INK[p["ink"]], linewidth=1, label=p["label"])
         ax.vlines(p["x"], p["lo"], p["hi"], color=INK[p["ink"]])
@@ -250,9 +252,7 @@ def curves(run: Path) -> Path:
     style |= {"axes.grid": True, "grid.alpha": 0.25, "legend.frameon": False, "legend.fontsize": 8}
     with matplotlib.rc_context(style):
         fig = Figure(figsize=(16, 12))
-        fig.suptitle(
-            f"{run.name}: cold start, reinforcement learning, held-out success", x=0.01, ha="left", fontsize=14
-        )
+        fig.suptitle(f"{run.name}: cold start, RL, held-out success", x=0.01, ha="left", fontsize=14)
         grid = fig.add_gridspec(4, 4, left=0.05, right=0.99, bottom=0.13, top=0.93, wspace=0.22, hspace=0.4)
         for place, panel in zip([grid[0, :2], *(grid[i // 4, i % 4] for i in range(2, 16))], found, strict=True):
             _draw(fig.add_subplot(place), panel)
@@ -269,9 +269,9 @@ MAX_EPISODES, MAX_TOKENS, MAX_PROMPT = 4000, 500_000, 200  # on a page; tokens o
 def html(run: Path) -> Path:
     """Write `report.html`: summary, curves and episodes in one file that needs neither network nor server.
 
-    It holds the latest episodes, and the tokens of the latest of these, so that it stays small and opens at once; of a long
-    system prompt, the same everywhere, only the beginning. What a model wrote is data in it: JSON without a "<", which
-    the script shows as text; and the page's security policy runs that one script and loads nothing.
+    It holds the latest episodes, and the tokens of the latest of these, so that it stays small and opens at once; of a
+    long system prompt, the same everywhere, only the beginning. What a model wrote is data in it: JSON without a "<",
+    which the script shows as text; and the page's security policy runs that one script and loads nothing.
     """
     run = _folder(run)
     summary, config = _object(run / "summary.json"), _object(run / "config.json")
@@ -319,8 +319,7 @@ def show(run: Path, episode: int | None = None, file=None) -> None:
         print(run / name, "" if (run / name).exists() else "(not written yet)", file=file)
     for row in _success_rows(summary):
         interval = f"[{_percent(row['lo'])}, {_percent(row['hi'])}]" if row["lo"] is not None else ""
-        text = f"  {row['name']:<28}{_percent(row['success']):>8}  {interval} {row['pass_k']}"
-        print(text.rstrip(), file=file)
+        print(f"  {row['name']:<28}{_percent(row['success']):>8}  {interval} {row['pass_k']}".rstrip(), file=file)
     facts = "; ".join(f"{label} {value}" for label, value in _facts(summary))
     print(f"  {facts}" if summary else f"  this run has no summary yet: {resume}", file=file)
     number = len(episodes) - 1 if episode is None else episode

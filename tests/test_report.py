@@ -555,7 +555,7 @@ def test_charts_are_drawn_to_scale(run, browser):
         floor += share
 
 
-LOW_CONTRAST = """(() => {  // [texts seen, "text contrast" of each below 4.5]; a canvas mixes the colours of all ancestors
+LOW_CONTRAST = """(() => {  // [texts seen, "text contrast" of each below 4.5]; a canvas mixes the ancestors' colours
     const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1});
     const pen = canvas.getContext('2d', {willReadFrequently: true});
     const luminance = colours => {
@@ -567,11 +567,12 @@ LOW_CONTRAST = """(() => {  // [texts seen, "text contrast" of each below 4.5]; 
     const low = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     let seen = 0;
     while (texts.nextNode()) {
-        const text = texts.currentNode.data.trim(), node = texts.currentNode.parentElement, style = getComputedStyle(node);
+        const text = texts.currentNode.data.trim(), node = texts.currentNode.parentElement;
         if (!text || !node.checkVisibility() || node.closest('option, script')) continue;
         const grounds = [];
         for (let a = node; a; a = a.parentElement) grounds.unshift(getComputedStyle(a).backgroundColor);
-        const ground = luminance(['white', ...grounds]), ink = luminance([node.closest('svg') ? style.fill : style.color]);
+        const ground = luminance(['white', ...grounds]), style = getComputedStyle(node);
+        const ink = luminance([node.closest('svg') ? style.fill : style.color]);
         const contrast = (Math.max(ground, ink) + .05) / (Math.min(ground, ink) + .05);
         seen += 1;
         if (contrast < 4.5) low.push(text.slice(0, 40) + ' ' + contrast.toFixed(2));
@@ -608,7 +609,8 @@ def test_theme_can_be_chosen(run, browser):
 
 RING = """(() => {  // [which element has the focus, whether it has a ring]
     const has = document.activeElement, style = getComputedStyle(has.closest('#list') ?? has);
-    return [has.tagName.toLowerCase() + '#' + has.id, style.outlineStyle != 'none' && parseFloat(style.outlineWidth) >= 2];
+    const ring = style.outlineStyle != 'none' && parseFloat(style.outlineWidth) >= 2;
+    return [has.tagName.toLowerCase() + '#' + has.id, ring];
 })()"""
 
 
