@@ -238,7 +238,7 @@ def _draw(ax, panel: dict) -> None:
         ax.text(0.5, 0.5, "no data", transform=ax.transAxes, ha="center", va="center", color="grey")
     elif len(lines) + len(points) > 1:
         below = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.22), "ncol": 2}  # a stack is full inside
-        ax.legend(**below if stacked else {"loc": "best"})
+        ax.legend(**below if stacked else {"loc": "best", "ncol": 1 if len(points) < 4 else 2})
 
 
 def curves(run: Path) -> Path:
