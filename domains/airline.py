@@ -309,9 +309,7 @@ def book_reservation(
     flights, passengers = records(flights, FlightInfo), records(passengers, Passenger)
     payments = records(payment_methods, Payment)
     find(world, "users", user_id)
-    booking_id = next((i for i in ("HATHAT", "HATHAU", "HATHAV") if world.read("reservations", i) is None), None)
-    if booking_id is None:
-        raise ToolError("Too many reservations")
+    booking_id = new_booking_id(world)
     booking = {
         "reservation_id": booking_id,
         "user_id": user_id,
@@ -341,6 +339,14 @@ def book_reservation(
     world.written["reservations", booking_id] = reservation
     world.edit("users", user_id)["reservations"].append(booking_id)
     return reservation
+
+
+def new_booking_id(world: World) -> str:
+    """The first free one of three."""
+    for booking_id in ("HATHAT", "HATHAU", "HATHAV"):
+        if world.read("reservations", booking_id) is None:
+            return booking_id
+    raise ToolError("Too many reservations")
 
 
 def pay_booking(world: World, user_id: str, payments: list[dict], total: float) -> None:

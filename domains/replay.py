@@ -84,20 +84,25 @@ def replay_calls(vector: dict, domain: Domain, digests: Digests) -> list[str]:
 
 def replay_conversation(vector: dict, domain: Domain) -> list[str]:
     """→ what differs."""
-    want = vector["expected"]
-    if want["reward_basis"] is None:  # cut short: no episode of ours is graded then (rollout.EXITS)
-        reward = 0.0
-        return [] if want["reward"] == reward else [f"reward {reward}, recorded {want['reward']}"]
     world, calls, lines = domain.world(domain.task_by_id(vector["task_id"])), {}, []
     for message in vector["messages"]:
         if message["role"] == "assistant" and message["content"]:
             world.tell(message["content"])
         for call in message.get("tool_calls") or ():
             calls[call["id"]] = world.execute(call["requestor"], call["name"], call["arguments"])
-        if message["role"] == "tool" and calls[message["id"]] != (message["content"], message["error"]):
-            lines.append(f"{message['id']}: {calls[message['id']]}, recorded {message['content']!r}")
-    got = graded(world)
+        if message["role"] == "tool":
+            (seen, error), recorded = calls[message["id"]], message["content"]
+            if error != message["error"] or (not error and seen != recorded):
+                lines.append(f"{message['id']}: {seen!r}, recorded {recorded!r}")
+    reason, want = vector["termination_reason"], vector["expected"]
+    got = graded(world) if reason in ("user_stop", "agent_stop") else cut_short(reason)
     return lines + [f"{k} {got[k]}, recorded {want[k]}" for k in got if k in want and got[k] != want[k]]
+
+
+def cut_short(reason: str) -> dict[str, Any]:
+    """The verdict on a conversation that neither side ended (in training: rollout.EXITS)."""
+    note = f"Simulation terminated prematurely. Termination reason: {reason}"
+    return {"reward": 0.0, "reward_without_nl": 0.0, "reward_basis": None, "info": {"note": note}}
 
 
 def graded(world: World) -> dict[str, Any]:

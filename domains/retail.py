@@ -343,7 +343,7 @@ def modify_pending_order_address(
     order_id: such as #W0000000
     address1: street and number
     address2: apartment or suite, or an empty string
-    city: city
+    city: name of the city
     state: such as CA
     country: such as USA
     zip: zip code"""
@@ -361,7 +361,7 @@ def modify_user_address(
     user_id: such as sara_doe_496
     address1: street and number
     address2: apartment or suite, or an empty string
-    city: city
+    city: name of the city
     state: such as CA
     country: such as USA
     zip: zip code"""

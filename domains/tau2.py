@@ -6,7 +6,8 @@ reward, the domain object, the two tools that all domains have.
 Behaviour is that of github.com/sierra-research/tau2-bench at commit a2c0247 (version 1.0.1), to the letter of every
 observation, except that
 - the text of an error that upstream does not raise on purpose (a wrong type, a missing argument) is our own;
-- arguments nested deeper than 32 levels, and arithmetic that would not end, are refused (`plain`, `calculate`).
+- arguments nested deeper than 32 levels, integers of thousands of digits, and expressions of more than 1,000 characters
+  are refused (`plain`, `calculate`): 9**9**9 would not end, and upstream's own digest of such a state fails.
 Left out: the user simulator, and the model that judges natural-language claims (one can be given: `judge`).
 """
 
@@ -151,10 +152,18 @@ def as_none(value: Any) -> None:
 SCALARS = {str: as_text, int: as_int, float: as_float, bool: as_bool, NoneType: as_none}
 
 
-def plain(value: Any, room: int = MAX_DEPTH) -> bool:
-    """Whether a value is nested at most `room` levels deep: what is stored must be copied and compared later."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return room > 0 and all(plain(v, room - 1) for v in inner)
+MAX_BITS = 10_000  # of an integer, some 3,000 digits: Python prints no more than 4,300
+
+
+def plain(value: Any, room: int = MAX_DEPTH + 1) -> bool:
+    """Whether a value is JSON of a sane size, which can be stored, printed, copied and compared."""
+    if isinstance(value, dict | list):
+        inner = value if isinstance(value, list) else value.values()
+        named = isinstance(value, list) or all(isinstance(key, str) for key in value)
+        return named and room > 1 and all(plain(v, room - 1) for v in inner)
+    return (
+        value is None or isinstance(value, str | float) or (isinstance(value, int) and value.bit_length() <= MAX_BITS)
+    )
 
 
 def canonical(value: Any) -> str:
@@ -209,31 +218,32 @@ BASIS = ("DB", "COMMUNICATE")  # where a task names none
 
 def read_task(record: dict, split: str, db: dict) -> Task:
     """A task from τ²-bench's tasks.json."""
-    if (record.get("initial_state") or {}).keys() & {"initialization_data", "message_history"}:
-        extra = [k for k in ("initialization_data", "message_history") if record["initial_state"].get(k)]
-        if extra:
-            raise UserError(f"task {record['id']}: {extra[0]} is not supported; leave this task out")
+    for key in ("initialization_data", "message_history"):
+        if (record.get("initial_state") or {}).get(key):
+            raise UserError(f"task {record['id']}: {key} is not supported; leave this task out")
     criteria = record.get("evaluation_criteria")
     basis = () if criteria is None else tuple(criteria.get("reward_basis") or BASIS)
     criteria = criteria or {}
     if criteria.get("actions") is None and criteria.get("env_assertions") is None:
         basis = tuple(b for b in basis if b not in ("DB", "ENV_ASSERTION"))  # nothing to compare the end state with
-    gold = tuple(
-        Action(a.get("requestor") or "assistant", a["name"], a["arguments"], optional(a.get("compare_args")))
-        for a in criteria.get("actions") or ()
-    )
     return Task(
-        record["id"],
-        split,
-        "",
-        db,
-        scenario_text(record["user_scenario"]),
-        gold,
-        tuple(criteria.get("env_assertions") or ()),
-        tuple(criteria.get("communicate_info") or ()),
-        tuple(criteria.get("nl_assertions") or ()),
-        basis,
+        id=record["id"],
+        split=split,
+        kind="",
+        db=db,
+        scenario=scenario_text(record["user_scenario"]),
+        gold=tuple(map(read_action, criteria.get("actions") or ())),
+        assertions=tuple(criteria.get("env_assertions") or ()),
+        told=tuple(criteria.get("communicate_info") or ()),
+        claims=tuple(criteria.get("nl_assertions") or ()),
+        basis=basis,
     )
+
+
+def read_action(record: dict) -> Action:
+    compare = record.get("compare_args")
+    requestor = record.get("requestor") or "assistant"
+    return Action(requestor, record["name"], record["arguments"], None if compare is None else tuple(compare))
 
 
 def read_tau1_task(record: dict, split: str, db: dict) -> Task:
@@ -241,10 +251,6 @@ def read_tau1_task(record: dict, split: str, db: dict) -> Task:
     gold = tuple(Action("assistant", a["name"], a["arguments"]) for a in record["actions"])
     told = tuple(record["outputs"])
     return Task(record["task_id"], split, "", db, record["instruction"], gold, told=told, basis=BASIS)
-
-
-def optional(values: list | None) -> tuple | None:
-    return None if values is None else tuple(values)
 
 
 def scenario_text(scenario: dict) -> str:
@@ -273,7 +279,7 @@ class World(tools.World):
     """
 
     def __init__(self, task: Task, domain: "Domain"):
-        super().__init__(task, domain.agent_tools)
+        super().__init__(task, domain.functions["assistant"])
         self.domain = domain
 
     def rows(self, table: str) -> Iterator[tuple[Any, Any]]:
@@ -298,8 +304,7 @@ class World(tools.World):
         """
         try:
             if not isinstance(arguments, dict) or not plain(arguments):
-                raise ToolError(f"arguments must be an object, at most {MAX_DEPTH} levels deep")
-            json.dumps(arguments)  # refuses numbers too long to print
+                raise ToolError(f"arguments must be an object, at most {MAX_DEPTH} levels deep, without huge integers")
             self.calls.append(Call(name, arguments))
             result = self.domain.tool(requestor, name)(self, **arguments)
             self.domain.sync(self)
@@ -357,7 +362,12 @@ def says(text: str, fact: str, rule: str) -> bool:
 
 
 # ── The domain object ────────────────────────────────────────────────────────────────────────────────────────────────
-TASK_SETS = {"head": "tasks.json", "v0.2.0": "tasks_v0.2.0.json", "tau1": "tau1_{}_tasks.json"}
+TASK_SETS = {
+    "head": "tasks.json",
+    "small": "tasks_small.json",
+    "v0.2.0": "tasks_v0.2.0.json",
+    "tau1": "tau1_{}_tasks.json",
+}
 ROLE = """You are a customer service agent. Help the user, and keep to the policy below.
 In each turn either send the user a message or call a tool, never both. Calls must be valid JSON."""
 
@@ -365,7 +375,8 @@ In each turn either send the user a message or call a tool, never both. Calls mu
 class Domain:
     """A domain of τ²-bench (the interface is in tools.py), read from a folder (`locate`).
 
-    task_set: "head", "v0.2.0" (the tasks of autumn 2025, without a judge) or "tau1" (τ-bench v1).
+    task_set: "head", "small" (telecom's tasks with one trouble each), "v0.2.0" (the tasks of autumn 2025, which need no
+    judge) or "tau1" (τ-bench v1).
     judge(claim, world) → bool decides the natural-language claims; without one that component is left out, and said so.
     rule: how databases and facts compare: "official" is upstream's, for scores to be compared with published ones;
     "careful" ignores the order of lists and wants facts as whole words.
@@ -396,8 +407,10 @@ class Domain:
             raise UserError(f"{task_set}, {rule}: task sets are {', '.join(TASK_SETS)}, rules official and careful")
         self.judge, self.rule, self.task_set = judge, rule, task_set
         self.folder = locate(data, self.name)
-        self.agent_tools = {t.__name__: t for t in (*self.reads, *self.writes, *self.generic)}
-        self.user_tools_by_name = {t.__name__: t for t in (*self.user_reads, *self.user_writes)}
+        self.functions = {
+            "assistant": {t.__name__: t for t in (*self.reads, *self.writes, *self.generic)},
+            "user": {t.__name__: t for t in (*self.user_reads, *self.user_writes)},
+        }
         self.policy = self.read_policy()
         self.read_task = read_tau1_task if task_set == "tau1" else read_task
         with intact(self.folder):
@@ -430,17 +443,18 @@ class Domain:
 
     # What conversations need
 
-    @property
+    @functools.cached_property
     def system(self) -> str:
         return f"<instructions>\n{ROLE}\n</instructions>\n<policy>\n{self.policy}\n</policy>"
 
-    @property
+    @functools.cached_property
     def tools(self) -> list[dict]:
-        return [schema(t) for t in self.agent_tools.values()]
+        return [schema(tool) for tool in self.functions["assistant"].values()]
 
-    @property
+    @functools.cached_property
     def user_tools(self) -> list[dict]:
-        return [schema(t) for t in self.user_tools_by_name.values()]
+        """Schemas of the user's own tools (telecom)."""
+        return [schema(tool) for tool in self.functions["user"].values()]
 
     def ids(self, split: str) -> tuple[str, ...]:
         """The ids of a split's tasks."""
@@ -457,7 +471,8 @@ class Domain:
 
     def task_by_id(self, id: str) -> Task:
         if id not in self._tasks:
-            record = self.records[id]
+            if (record := self.records.get(id)) is None:
+                raise UserError(f"{self.name}, {self.task_set}: no task {id}; it has {len(self.records)} others")
             with intact(self.folder):
                 task = self.read_task(record, "", self.base)
             names = {t.__name__ for t in (*self.writes, *self.user_writes)}
@@ -473,7 +488,7 @@ class Domain:
         for action in actions:
             try:
                 self.set_up(world, action)
-            except ToolError as error:
+            except (ToolError, TypeError, LookupError) as error:
                 raise UserError(f"{self.name}: initialisation {action} failed: {error}") from None
         new = {table: {k: row for (t, k), row in world.written.items() if t == table} for table in self.base}
         return {table: rows | new[table] if new[table] else rows for table, rows in self.base.items()}
@@ -487,7 +502,7 @@ class Domain:
 
     def instruction(self, task: Task) -> str:
         """The simulated user's system prompt. Only the user sees it."""
-        file = "simulation_guidelines_tools.md" if self.user_tools_by_name else "simulation_guidelines.md"
+        file = "simulation_guidelines_tools.md" if self.functions["user"] else "simulation_guidelines.md"
         parents = self.folder.parents
         guide = read_file(parents[1] / "user_simulator" / file, parents[0] / "user_simulator" / file)
         return f"{guide}\n\n<scenario>\n{task.scenario}\n</scenario>"
@@ -495,12 +510,12 @@ class Domain:
     # What worlds need
 
     def tool(self, requestor: str, name: str) -> Callable:
-        if requestor == "user" and not self.user_tools_by_name:
+        functions = self.functions[requestor]
+        if not functions:
             raise ToolError("User tools not available")
-        tools = self.user_tools_by_name if requestor == "user" else self.agent_tools
-        if name not in tools:
+        if name not in functions:
             raise ToolError(f"Tool '{name}' not found.")
-        return tools[name]
+        return functions[name]
 
     def goal(self, task: Task) -> dict[tuple[str, Any], Any]:
         """The rows that the gold actions write, computed once per task. What fails among them is passed over, and there
@@ -534,7 +549,6 @@ def transfer_to_human_agents(world: World, summary: str):
 
 
 MAX_EXPRESSION = 1000  # characters
-MAX_BITS = 100_000  # of an integer on the way: 9**9**9 has a billion
 
 
 def calculate(world: World, expression: str):
@@ -563,7 +577,8 @@ def evaluate(node: ast.AST) -> Any:
 
 
 def power(base: Any, exponent: Any) -> Any:
-    if isinstance(base, int) and isinstance(exponent, int) and exponent * base.bit_length() > MAX_BITS:
+    whole = isinstance(base, int) and isinstance(exponent, int)
+    if whole and abs(base) > 1 and exponent * base.bit_length() > MAX_BITS:
         raise ToolError("the result is too large")
     return base**exponent
 

@@ -876,7 +876,9 @@ def break_vpn(world: World) -> None:
 
 
 def remove_app_permission(world: World, app_name: str, permission: str) -> None:
-    phone(world, write=True)["app_statuses"][app_name]["permissions"][permission.lower()] = False
+    app = phone(world, write=True)["app_statuses"].get(app_name, {"permissions": {}})
+    if permission.lower() in app["permissions"]:
+        app["permissions"][permission.lower()] = False
 
 
 def set_data_usage(world: World, customer_id: str, line_id: str, data_used_gb: float) -> None:
