@@ -21,7 +21,7 @@ from chat import Call
 
 
 class ToolError(Exception):
-    """A tool refuses. The text goes to the agent as an observation; the database must be unchanged."""
+    """A tool refuses. The text goes to the agent as an observation; the database must be unchanged (but see tau2.World)."""
 
 
 @dataclass(frozen=True)

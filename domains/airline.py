@@ -14,28 +14,9 @@ from domains.tau2 import Domain, World, calculate, conform, transfer_to_human_ag
 from tools import ToolError
 
 NOW = "2024-05-15T15:00:00"  # the clock stands still
-AIRPORTS = {
-    "SFO": "San Francisco",
-    "JFK": "New York",
-    "LAX": "Los Angeles",
-    "ORD": "Chicago",
-    "DFW": "Dallas",
-    "DEN": "Denver",
-    "SEA": "Seattle",
-    "ATL": "Atlanta",
-    "MIA": "Miami",
-    "BOS": "Boston",
-    "PHX": "Phoenix",
-    "IAH": "Houston",
-    "LAS": "Las Vegas",
-    "MCO": "Orlando",
-    "EWR": "Newark",
-    "CLT": "Charlotte",
-    "MSP": "Minneapolis",
-    "DTW": "Detroit",
-    "PHL": "Philadelphia",
-    "LGA": "LaGuardia",
-}
+AIRPORTS = """SFO San Francisco, JFK New York, LAX Los Angeles, ORD Chicago, DFW Dallas, DEN Denver, SEA Seattle, ATL Atlanta,
+MIA Miami, BOS Boston, PHX Phoenix, IAH Houston, LAS Las Vegas, MCO Orlando, EWR Newark, CLT Charlotte, MSP Minneapolis,
+DTW Detroit, PHL Philadelphia, LGA LaGuardia"""
 
 
 # ── Records ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +180,8 @@ def get_reservation_details(world: World, reservation_id: str):
 
 def list_all_airports(world: World):
     """All airports: codes and cities."""
-    return [{"iata": code, "city": city} for code, city in AIRPORTS.items()]
+    pairs = (airport.split(maxsplit=1) for airport in AIRPORTS.split(","))
+    return [{"iata": code, "city": city} for code, city in pairs]
 
 
 def get_flight_status(world: World, flight_number: str, date: str):
@@ -331,7 +313,8 @@ def book_reservation(
         price = seat_price(world, info, cabin, n)
         reservation["flights"].append(leg(world, info, price))
         total += price * n
-    total += 30 * n if insurance == "yes" else 0
+    if insurance == "yes":
+        total += 30 * n
     total += 50 * nonfree_baggages
     pay_booking(world, user_id, payments, total)
     for info in flights:

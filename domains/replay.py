@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from chat import UserError
 from domains.airline import Airline
@@ -31,28 +31,31 @@ class Digests:
     texts of the base's rows are kept."""
 
     def __init__(self, domain: Domain):
-        self.domain = domain
-        self.base_text = functools.cache(lambda table, key: canonical(domain.base[table][key]))
+        self.domain, self.kinds = domain, fields(domain.database)
+        self.base_texts = functools.cache(lambda table: self.texts(table, domain.base[table]))
 
     def of(self, world: World) -> dict[str, str]:
-        tables = self.domain.database.__annotations__
-        agent = ",".join(f"{canonical(table)}:{self.table(world, table)}" for table in sorted(tables))
-        texts = {"final_db_sha256": f"{{{agent}}}"}
+        agent = ",".join(f"{canonical(table)}:{self.table(world, table)}" for table in sorted(self.kinds))
+        databases = {"final_db_sha256": f"{{{agent}}}"}
         if "user" in self.domain.base:
-            texts["final_user_db_sha256"] = self.table(world, "user")
-        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+            databases["final_user_db_sha256"] = self.table(world, "user")
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in databases.items()}
 
     def table(self, world: World, table: str) -> str:
-        rows = {key: self.row(table, key, row) for key, row in world.rows(table)}
-        if all(isinstance(key, int) for key in rows):  # keys are positions: a list
-            return f"[{','.join(rows.values())}]"
-        return f"{{{','.join(f'{canonical(key)}:{rows[key]}' for key in sorted(rows))}}}"
+        began = world.task.db[table]
+        own = {} if began is self.domain.base[table] else began
+        own = own | {key: row for (t, key), row in world.written.items() if t == table}
+        texts = self.base_texts(table) | self.texts(table, own)
+        body = ",".join(texts[key] for key in sorted(texts))
+        return f"[{body}]" if self.is_list(table) else f"{{{body}}}"
 
-    def row(self, table: str, key: Any, row: dict) -> str:
-        if row is self.domain.base[table].get(key):
-            return self.base_text(table, key)
-        kind = fields(self.domain.database).get(table)
-        return canonical(dumped(row, get_args(kind)[-1]) if kind else row)
+    def texts(self, table: str, rows: dict) -> dict[Any, str]:
+        kind = get_args(self.kinds.get(table))
+        texts = {key: canonical(dumped(row, kind[-1]) if kind else row) for key, row in rows.items()}
+        return texts if self.is_list(table) else {key: f"{canonical(key)}:{text}" for key, text in texts.items()}
+
+    def is_list(self, table: str) -> bool:
+        return get_origin(self.kinds.get(table)) is list
 
 
 def dumped(row: dict, kind: Any) -> dict:

@@ -3,8 +3,8 @@
 Read in this order: the data folder, values (what a database and a call may hold), a task, a world (one episode), the
 reward, the domain object, the two tools that all domains have.
 
-Behaviour is that of github.com/sierra-research/tau2-bench at commit a2c0247 (version 1.0.1), to the letter of every
-observation, except that
+Behaviour is that of github.com/sierra-research/tau2-bench at commit a2c0247 (version 1.0.1, MIT licence), to the letter
+of every observation, except that
 - the text of an error that upstream does not raise on purpose (a wrong type, a missing argument) is our own;
 - arguments nested deeper than 32 levels, integers of thousands of digits, and expressions of more than 1,000 characters
   are refused (`plain`, `calculate`): 9**9**9 would not end, and upstream's own digest of such a state fails.
@@ -62,7 +62,7 @@ def read_file(*choices: Path) -> Any:
 
 @contextlib.contextmanager
 def intact(place: Path) -> Iterator[None]:
-    """What comes from a file or folder is read here. Errors: UserError if it is not what it should be."""
+    """For reading what a file or folder holds: whatever goes wrong with it is a UserError."""
     try:
         yield
     except (ToolError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -166,11 +166,14 @@ def plain(value: Any, room: int = MAX_DEPTH + 1) -> bool:
     )
 
 
+CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
 def canonical(value: Any) -> str:
     """JSON text that is equal for two values if and only if upstream's digests are: keys in any order are the same, but
     1, 1.0 and "1" differ, 0.0 and -0.0 too, and so do lists in another order.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return CANONICAL.encode(value)
 
 
 def unordered(value: Any) -> Any:
@@ -332,11 +335,11 @@ class World(tools.World):
 
     def differences(self) -> list[str]:
         """One line for each field in which the database differs from the one that the gold actions give."""
-        goal, base, lines = self.domain.goal(self.task), self.task.db, []
-        form = canonical if self.domain.rule == "official" else lambda row: canonical(unordered(row))
+        (goal, forms), base, lines = self.domain.goal(self.task), self.task.db, []
         for table, key in sorted(goal.keys() | self.written.keys()):
             want, have = (rows.get((table, key), base[table].get(key)) for rows in (goal, self.written))
-            if table not in self.domain.hidden and form(want) != form(have):
+            form = forms.get((table, key)) or self.domain.form(want)
+            if table not in self.domain.hidden and form != self.domain.form(have):
                 lines += tools.difference({(table, key): want}, {(table, key): have}, base) or [f"{table} {key}"]
         return lines
 
@@ -418,7 +421,7 @@ class Domain:
             self.records = self.read_records()
             self.splits = self.read_splits()
         self._tasks: dict[str, Task] = {}
-        self._goals: dict[str, dict] = {}
+        self._goals: dict[str, tuple[dict, dict]] = {}
 
     # Reading the folder
 
@@ -470,6 +473,7 @@ class Domain:
         return replace(self.task_by_id(order[at]), split=split)
 
     def task_by_id(self, id: str) -> Task:
+        """A task outside of any split; read once. Errors: UserError if there is none, or if it is damaged."""
         if id not in self._tasks:
             if (record := self.records.get(id)) is None:
                 raise UserError(f"{self.name}, {self.task_set}: no task {id}; it has {len(self.records)} others")
@@ -494,7 +498,7 @@ class Domain:
         return {table: rows | new[table] if new[table] else rows for table, rows in self.base.items()}
 
     def task_from(self, actions: Any) -> Task:
-        """No task, only a state to begin in."""
+        """A task without a goal, for its state: the base after some initialisation actions."""
         return Task("", "", "", self.initial(actions))
 
     def world(self, task: Task) -> World:
@@ -510,6 +514,7 @@ class Domain:
     # What worlds need
 
     def tool(self, requestor: str, name: str) -> Callable:
+        """A registered tool of the "assistant" or the "user". Errors: ToolError."""
         functions = self.functions[requestor]
         if not functions:
             raise ToolError("User tools not available")
@@ -517,9 +522,13 @@ class Domain:
             raise ToolError(f"Tool '{name}' not found.")
         return functions[name]
 
-    def goal(self, task: Task) -> dict[tuple[str, Any], Any]:
-        """The rows that the gold actions write, computed once per task. What fails among them is passed over, and there
-        is no `sync` between them: so upstream computes its goal, though a telecom agent's own calls are synced.
+    def form(self, row: dict | None) -> str:
+        """A row as it is compared."""
+        return canonical(row if self.rule == "official" else unordered(row))
+
+    def goal(self, task: Task) -> tuple[dict[tuple[str, Any], dict], dict[tuple[str, Any], str]]:
+        """The rows that the gold actions write, and their forms, computed once per task. What fails among the actions is
+        passed over, and there is no `sync` between them: so upstream computes its goal, though it syncs every real call.
         """
         if task.id not in self._goals:
             world = World(task, self)
@@ -528,16 +537,20 @@ class Domain:
                     self.tool(action.requestor, action.name)(world, **action.arguments)
                 except Exception:
                     continue
-            self._goals[task.id] = world.written
+            self._goals[task.id] = world.written, {key: self.form(row) for key, row in world.written.items()}
         return self._goals[task.id]
 
+    # What only telecom has: a second side
+
     def sync(self, world: World) -> None:
-        """Bring the user's side in step with the agent's (telecom)."""
+        """Bring the user's side in step with the agent's; runs after every call that succeeds."""
 
     def set_up(self, world: World, action: dict) -> None:
+        """Run one of a task's initialisation actions, {env_type, func_name, arguments}."""
         raise UserError(f"{self.name} has no initialisation action {action['func_name']}")
 
     def holds(self, world: World, assertion: dict) -> bool:
+        """Whether one of a task's assertions, {func_name, arguments, assert_value}, is met."""
         raise UserError(f"{self.name} has no assertion {assertion['func_name']}")
 
 

@@ -306,7 +306,7 @@ Mode = Literal["4g_5g_preferred", "4g_only", "3g_only", "2g_only"]
 
 
 class Apn(TypedDict, total=False):
-    """The access point's settings; the last two fields of a message service come from here."""
+    """The access point's settings. Without an MMSC URL the phone sends no picture messages."""
 
     apn_name: Literal["internet", "broken"]
     reset_at_reboot: bool

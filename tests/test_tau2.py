@@ -17,7 +17,7 @@ from test_chat import CHAT
 
 from chat import Call, Context, UserError, turn_text
 from domains import replay
-from domains.tau2 import ROLE, Action, calculate, canonical, conform, plain, says
+from domains.tau2 import ROLE, Action, Task, calculate, canonical, conform, plain, says
 from rollout import Limits, converse
 from tools import ToolError
 from user_sim import Heard
@@ -267,17 +267,24 @@ def test_facts_match_as_upstream_matches_them_or_carefully():
 @needs_data
 def test_list_order_counts_officially_and_not_carefully():
     """Two payments in another order: another digest for upstream, the same booking for a person."""
-    split = [{"payment_id": "gift_card_1", "amount": 198}, {"payment_id": "gift_card_2", "amount": 129}]
-    other = [{"payment_id": "gift_card_2", "amount": 198}, {"payment_id": "gift_card_1", "amount": 129}]
+    d = domain("airline")
+    cards = {u: [m["id"] for m in payable(row) if m["source"] == "credit_card"] for u, row in d.base["users"].items()}
+    user, (a, b, *_) = next((u, c) for u, c in cards.items() if len(c) > 1)
+
+    def booking(*payments):
+        payments = [{"payment_id": card, "amount": amount} for card, amount in payments]
+        route = {"user_id": user, "origin": "JFK", "destination": "SEA", "flight_type": "one_way", "cabin": "economy"}
+        lists = {"flights": [], "passengers": [], "payment_methods": payments}
+        return route | lists | {"total_baggages": 0, "nonfree_baggages": 0, "insurance": "no"}
+
+    gold = Action("assistant", "book_reservation", booking((a, 5), (b, -5)))
     for rule, equal in (("official", False), ("careful", True)):
         d = domain("airline", rule=rule)
-        task = next(t for t in tasks(d) if any(a.name == "book_reservation" for a in t.gold))
-        d.goal(task)["reservations", "HATHAT"]["payment_history"] = split
-        for history, same in ((split, True), (split[::-1], equal), (other, False)):
-            world = play_gold(d, task)
-            world.written["reservations", "HATHAT"]["payment_history"] = history
+        task = Task("booking", "", "", d.base, gold=(gold,), basis=("DB",))
+        for payments, same in ((((a, 5), (b, -5)), True), (((b, -5), (a, 5)), equal), (((a, -5), (b, 5)), False)):
+            world = d.world(task)
+            world.call("book_reservation", booking(*payments))
             assert world.reward().value == same and world.reward().rule == rule
-        d._goals.clear()
 
 
 @needs_data
@@ -315,7 +322,7 @@ def test_worlds_are_private_and_rewards_change_nothing(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_reset_and_goal_check_are_quick(name):
     d = domain(name)
-    task = max(tasks(d), key=lambda t: len(d.goal(t)))
+    task = max(tasks(d), key=lambda t: len(d.goal(t)[0]))
     began = time.perf_counter()
     for _ in range(200):
         d.world(task)
@@ -435,9 +442,7 @@ JUNK = [
     *([], {}, [None], [1, "a"], [[]], {"a": 1}, {"flight_number": 1}, [{"flight_number": "HAT001"}], [{}, "a"]),
     *(nested(5), nested(31), nested(100), nested(50_000)),
 ]
-# Where upstream writes before it refuses: a list of items that overlaps itself; a certificate used twice; a price that
-# is not whole, found out after the gift card was charged.
-KEPT = {"modify_pending_order_items", "book_reservation", "update_reservation_baggages", "update_reservation_flights"}
+KEPT = {"book_reservation", "update_reservation_baggages"}  # see test_what_was_written_before_a_refusal_stays
 
 
 def garbled(rng, name, arguments, names):
@@ -485,6 +490,40 @@ def test_any_call_gets_an_observation(name):
             assert world.reward().value in (0, 1)
     assert 0.2 * FUZZED < errors < 0.95 * FUZZED
     assert digests_of_base(name) == START[name]
+
+
+@needs_data
+def test_what_was_written_before_a_refusal_stays():
+    """Upstream has no rollback: a certificate given twice is gone, a gift card charged a price that is not whole is charged."""
+    d = domain("airline")
+    user = next(u for u in d.base["users"].values() if any(m["source"] == "certificate" for m in payable(u)))
+    certificate = next(m["id"] for m in payable(user) if m["source"] == "certificate")
+    world = d.world(d.task_from(()))
+    booking = {"user_id": user["user_id"], "origin": "JFK", "destination": "SEA", "flight_type": "one_way"}
+    booking |= {"cabin": "economy", "flights": [], "passengers": [], "insurance": "no"}
+    booking |= {"payment_methods": [{"payment_id": certificate, "amount": 0}] * 2}
+    booking |= {"total_baggages": 0, "nonfree_baggages": 0}
+    assert world.execute("assistant", "book_reservation", booking)[1]
+    methods = world.read("users", user["user_id"])["payment_methods"]
+    assert methods == {k: v for k, v in user["payment_methods"].items() if k != certificate}
+    assert state(world).keys() == {("users", user["user_id"])}
+
+    r = next(r for r in d.base["reservations"].values() if gift_card(d.base["users"][r["user_id"]]))
+    card, world = gift_card(d.base["users"][r["user_id"]]), d.world(d.task_from(()))
+    bags = {"reservation_id": r["reservation_id"], "total_baggages": 9, "payment_id": card["id"]}
+    assert world.execute(
+        "assistant", "update_reservation_baggages", bags | {"nonfree_baggages": r["nonfree_baggages"] + 0.25}
+    )[1]
+    left = world.read("users", r["user_id"])["payment_methods"][card["id"]]["amount"]
+    assert left == card["amount"] - 12.5 and state(world).keys() == {("users", r["user_id"])}
+
+
+def payable(user):
+    return user["payment_methods"].values()
+
+
+def gift_card(user):
+    return next((m for m in payable(user) if m["source"] == "gift_card" and m["amount"] >= 50), None)
 
 
 def test_only_sane_json_is_stored():
