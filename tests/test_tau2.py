@@ -165,6 +165,14 @@ def test_doing_nothing_pays_what_it_paid_upstream(name, task_set, paid, same_dat
 
 
 @needs_data
+@pytest.mark.parametrize("name, same_database", [("retail", 114), ("airline", 50), ("telecom", 43)])
+def test_gold_calls_reach_the_goal_as_often_as_upstream(name, same_database):
+    """Not always in telecom: real calls are synced and the goal's are not. 43 and 50 were measured with upstream's program."""
+    d = domain(name)
+    assert sum(not play_gold(d, task).checks("DB") for task in tasks(d)) == same_database
+
+
+@needs_data
 @pytest.mark.parametrize("name, task_set", SETS)
 def test_what_must_be_told_must_be_told(name, task_set):
     d = domain(name, task_set)
