@@ -44,8 +44,8 @@ def locate(data: str | Path | None, name: str) -> Path:
     if not data:
         raise UserError(f"no folder with τ²-bench's data was given: {REMEDY}")
     for place in ("data/tau2/domains", "tau2/domains", "domains", "."):
-        if (folder := Path(data) / place / name).is_dir():
-            return folder.resolve()
+        if (folder := Path(data).resolve() / place / name).is_dir():
+            return folder
     raise UserError(f"{data} has no domain {name}: {REMEDY}")
 
 

@@ -113,15 +113,42 @@ def test_upstreams_own_layout_is_read_too(tmp_path, monkeypatch):
     place.mkdir(parents=True)
     (place / "telecom").symlink_to(DATA / "telecom")
     (place.parent / "user_simulator").symlink_to(DATA / "user_simulator")
-    (place.parent / "tau1_telecom_tasks.json").write_text("[]")
+    (place.parent / "tau1_retail_tasks.json").symlink_to(DATA / "tau1_retail_tasks.json")
+    (place / "retail").symlink_to(DATA / "retail")
     for folder in (tmp_path, tmp_path / "data", tmp_path / "data" / "tau2", place):
         assert replay.Telecom(folder).base == domain("telecom").base
     monkeypatch.setenv("TAU2_DATA_DIR", str(tmp_path))
     other = replay.Telecom()
     task = other.task("train", 0, 0)
     assert other.instruction(task) == domain("telecom").instruction(task)
+    assert len(replay.Retail(place, "tau1").ids("train")) == 115
     with pytest.raises(UserError, match="task sets are"):
         replay.Telecom(tmp_path, "v9")
+    with pytest.raises(UserError, match="is missing"):
+        replay.Telecom(tmp_path, "tau1")
+
+
+@needs_data
+def test_a_damaged_task_is_one_line(tmp_path):
+    for file in (DATA / "telecom").iterdir():
+        (tmp_path / "telecom").mkdir(exist_ok=True)
+        (tmp_path / "telecom" / file.name).symlink_to(file)
+    path, tasks = tmp_path / "telecom" / "tasks.json", json.loads((DATA / "telecom" / "tasks.json").read_text())
+    tasks[0]["initial_state"]["initialization_actions"][0]["arguments"] = {"name": "A", "phone_number": "0"}
+    tasks[1]["initial_state"]["message_history"] = ["Hello"]
+    tasks[2]["evaluation_criteria"]["actions"] = [{}]
+    path.unlink()
+    path.write_text(json.dumps(tasks))
+    broken = replay.Telecom(tmp_path)
+    for i, why in enumerate(("Line with phone number 0 not found", "message_history is not supported", "is damaged")):
+        with pytest.raises(UserError, match=why):
+            broken.task_by_id(tasks[i]["id"])
+    with pytest.raises(UserError, match="no task nowhere"):
+        broken.task_by_id("nowhere")
+    assert broken.task_by_id(tasks[3]["id"])
+    path.write_text("[{}]")
+    with pytest.raises(UserError, match="is damaged"):
+        replay.Telecom(tmp_path)
 
 
 # ── Tasks and rewards ────────────────────────────────────────────────────────────────────────────────────────────────
