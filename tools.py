@@ -14,13 +14,14 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
 from chat import Call
 
 
 class ToolError(Exception):
-    """A tool refuses. The text goes to the agent as an observation; the database must be unchanged."""
+    """A tool refuses. The text goes to the agent as an observation; the database must be unchanged (but see tau2.World)."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,41 @@ class Reward:
     value: float
     diff: tuple[str, ...]  # how the final database differs from the goal
     untold: tuple[str, ...]  # facts that had to be told and were not
+    parts: dict[str, float] = field(default_factory=dict)  # where value is a product: its factors by name
+    left_out: tuple[str, ...] = ()  # factors that only a judge model can give, and none was asked
+    rule: str = ""  # how databases and facts were compared, where there is more than one way
 
 
 def schema(tool: Callable) -> dict:
     """The JSON schema of a tool from its signature and docstring (first line; `name: text` lines describe arguments)."""
     lines = inspect.getdoc(tool).splitlines()
     notes = dict(re.findall(r"^(\w+): (.+)$", "\n".join(lines[1:]), re.M))
-    names = {str: "string", int: "integer", float: "number", bool: "boolean"}
     hints = get_type_hints(tool)
-    arguments = [p for p in inspect.signature(tool).parameters if p != "world"]
-    properties = {p: {"type": names[hints[p]], "description": notes.get(p, p)} for p in arguments}
-    parameters = {"type": "object", "properties": properties, "required": arguments}
+    arguments = {name: p for name, p in inspect.signature(tool).parameters.items() if name != "world"}
+    properties = {name: json_type(hints[name]) | {"description": notes.get(name, name)} for name in arguments}
+    required = [name for name, p in arguments.items() if p.default is p.empty]
+    parameters = {"type": "object", "properties": properties, "required": required}
     return {
         "type": "function",
         "function": {"name": tool.__name__, "description": lines[0], "parameters": parameters},
     }
+
+
+def json_type(hint: Any) -> dict:
+    """The JSON schema of a type: str, int, float, bool, None, list[…], Literal[…] of strings, a TypedDict, a union."""
+    names = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+    if hint in names:
+        return {"type": names[hint]}
+    if get_origin(hint) is list:
+        return {"type": "array", "items": json_type(*get_args(hint))}
+    if get_origin(hint) is Literal:
+        return {"type": "string", "enum": list(get_args(hint))}
+    if is_typeddict(hint):
+        fields = get_type_hints(hint)
+        required = [name for name in fields if name in hint.__required_keys__]
+        properties = {name: json_type(kind) for name, kind in fields.items()}
+        return {"type": "object", "properties": properties, "required": required}
+    return {"anyOf": [json_type(kind) for kind in get_args(hint)]}
 
 
 def same(a: Any, b: Any) -> bool:
