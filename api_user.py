@@ -12,6 +12,7 @@ Left out: streaming, other APIs, pictures.
 
 import asyncio
 import json
+import logging
 import os
 import random
 import re
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from chat import Call, Context, Malformed, UserError, parse
 from user_sim import STOP, STOPS, Heard, Turn, Wait, contract_fault
@@ -57,20 +57,17 @@ class Endpoint:
     budget: int | None = None  # tokens of the whole run, prompts included; None: no cap
 
     def __post_init__(self):
-        try:
-            parts = urlsplit(self.url)
-            plain = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
-        except ValueError:
-            plain = False
-        if not plain or parts.query or parts.fragment:  # not shown: a key may be in it
+        if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", self.url):  # not shown: a key may be in it
             raise UserError(f"a user's URL is like {Endpoint.url}, without a key: that belongs in the environment")
         if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.key_env):
             raise UserError(
-                f"key_env is the name of an environment variable, like {Endpoint.key_env}, never the key itself"
+                f"key_env names an environment variable, like {Endpoint.key_env}; it's never the key itself"
             )
-        for name in ("timeout", "attempts", "at_once"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} {getattr(self, name)} of the user's endpoint: it must be above 0")
+        if not self.model:
+            raise UserError("the user's endpoint has no model: name one that it serves")
+        for name in ("max_new", "timeout", "attempts", "at_once", "budget"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise UserError(f"{name} {value} of the user's endpoint: it must be above 0")
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,13 @@ class Answer:
 
 
 class Failed(NamedTuple):
-    """One attempt without an answer. retry: another may help. fatal: the run must stop. after: a Retry-After header."""
+    """One attempt without an answer. retry: another may help. remedy: where only the person at the keyboard can help, what
+    to do; the run stops. after: the Retry-After header.
+    """
 
     why: str
     retry: bool = True
-    fatal: bool = False
+    remedy: str = ""
     after: str | None = None
 
 
@@ -102,6 +101,8 @@ class Api:
         except ImportError:
             raise UserError("a user behind an API needs the openai client: pip install openai") from None
         self.endpoint, self.tokens, self.troubles = endpoint, tokens, Counter()
+        for name in ("openai", "httpx", "httpx2", "httpcore", "httpcore2"):  # what they log below INFO can hold a key
+            logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger(name).level))
         self._openai, self._key = openai, read_key(endpoint)
         self._client = openai.AsyncOpenAI(api_key=self._key or "none", base_url=endpoint.url, max_retries=0)
         self._gate = asyncio.Semaphore(endpoint.at_once)
@@ -112,12 +113,7 @@ class Api:
     def ask(self, messages: list[dict], tools: list[dict] | None, seed: int | None) -> Future:
         """A future of the `Answer`; it may be cancelled. It raises ServiceError, and UserError if the run must stop."""
         e = self.endpoint
-        options = {
-            "temperature": e.temperature,
-            "seed": seed,
-            "max_completion_tokens": e.max_new,
-            "tools": tools or None,
-        }
+        options = {"temperature": e.temperature, "seed": seed, "max_completion_tokens": e.max_new, "tools": tools}
         body = {"model": e.model, "messages": messages} | {k: v for k, v in options.items() if v is not None}
         return asyncio.run_coroutine_threadsafe(self._ask(body), self._loop)
 
@@ -133,15 +129,16 @@ class Api:
             found = await self._attempt(body)
             if isinstance(found, Answer):
                 return found
-            self.troubles[found.why.split(":")[0]] += 1
-            if found.fatal:
-                raise UserError(f"the simulated user stops the run: {found.why}")
+            why = scrub(found.why, self._key)
+            self.troubles[why.split(":")[0]] += 1
+            if found.remedy:
+                raise UserError(f"the simulated user stops the run: {why}; {found.remedy}")
             wait = retry_wait(found.after, attempt, datetime.now(UTC))
             if not found.retry or wait is None:
                 break
             if attempt + 1 < self.endpoint.attempts:
                 await asyncio.sleep(wait)
-        raise ServiceError(f"{found.why} (attempt {attempt + 1} of {self.endpoint.attempts})")
+        raise ServiceError(f"{why} (attempt {attempt + 1} of {self.endpoint.attempts})")
 
     async def _attempt(self, body: dict) -> Answer | Failed:
         """The client's exceptions end here: they hold the request's headers, and whatever the server echoes."""
@@ -149,7 +146,7 @@ class Api:
         try:
             async with self._gate:
                 if e.budget is not None and self.tokens >= e.budget:
-                    return Failed(f"{self.tokens} tokens are spent of a budget of {e.budget}; raise it", fatal=True)
+                    return Failed(f"{self.tokens} tokens are spent, its budget is {e.budget}", remedy="raise it")
                 async with asyncio.timeout(e.timeout):
                     reply = await self._client.chat.completions.with_raw_response.create(**body)
         except (TimeoutError, openai.APITimeoutError):
@@ -157,8 +154,8 @@ class Api:
         except openai.APIStatusError as error:
             code, after = error.status_code, error.response.headers.get("retry-after")
             fatal = code in FATAL or error.code == "insufficient_quota"
-            why = f"HTTP {code}: {scrub(error.message, self._key)}" + f"; check URL, model and {e.key_env}" * fatal
-            return Failed(why, code in RETRIED or code >= 500, fatal, after)
+            remedy = f"check its URL, its model and the key in {e.key_env}" if fatal else ""
+            return Failed(f"HTTP {code}: {error.message}", code in RETRIED or code >= 500, remedy, after)
         except openai.OpenAIError as error:
             return Failed(f"no connection ({type(error).__name__})")
         try:
@@ -197,6 +194,8 @@ def read_key(endpoint: Endpoint) -> str:
         raise UserError(f"{endpoint.key_env} is not set: export it, or name a server that needs no key")
     if not re.fullmatch(r"[!-~]*", key):  # the HTTP client would show it in its complaint
         raise UserError(f"the key in {endpoint.key_env} holds blanks or other characters that no key has: set it again")
+    if len(key) >= 8 and key in endpoint.url:
+        raise UserError("the user's URL holds the key: leave it out, the environment has it")
     return key
 
 
@@ -206,7 +205,7 @@ def hide(text: str, key: str) -> str:
 
 
 def scrub(text: str, key: str) -> str:
-    """A server's complaint, short, on one line, and without any word that shares more than 4 characters with the key."""
+    """A complaint on one short line, without any word that shares more than 4 characters with the key."""
     parts = {key[i : i + 5] for i in range(len(key) - 4)}
     words = ("[key]" if any(part in word for part in parts) else word for word in text.split())
     return " ".join(words)[:200]
@@ -229,7 +228,7 @@ def retry_wait(header: str | None, attempt: int, now: datetime) -> float | None:
             pass
     if seconds > 0:
         return seconds if seconds <= MAX_WAIT else None
-    return min(0.5 * 2.0**attempt, 8.0) * random.SystemRandom().uniform(0.75, 1.0)
+    return 0.5 * 2.0 ** min(attempt, 4) * random.SystemRandom().uniform(0.75, 1.0)
 
 
 def used_tokens(content: object, body: dict) -> int:
@@ -253,8 +252,8 @@ def read_answer(content: object) -> Answer | Failed:
     reason = choice.get("finish_reason")
     if reason == "content_filter" or not (isinstance(text, str) or calls):
         return Failed(f"no message in the answer: error {content.get('error')!r:.200}, finish_reason {reason!r:.40}")
-    text = re.sub(r"<think>.*?(</think>|$)", "", text or "", flags=re.S).rpartition("</think>")[2]
-    return Answer(text.strip(), calls)
+    text = re.sub(r"<think>.*?(</think>|$)", "", text or "", flags=re.S).rpartition("</think>")[2].strip()
+    return Answer(text.encode("utf-8", "replace").decode(), calls)  # a lone surrogate could not be sent back
 
 
 def read_call(value: object) -> Call | Malformed:
@@ -337,7 +336,7 @@ class ApiUser:
         system, reminder = self.messages[0]["content"], ""
         for _ in range(2):
             question = [{"role": "system", "content": system + reminder}, *self.messages[1:]]
-            future = self.api.ask(question, self.tools, self.seed)
+            future = self.api.ask(question, self.tools or None, self.seed)
             try:
                 yield Wait(future)
                 answer = future.result()
