@@ -60,9 +60,7 @@ class Endpoint:
         if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", self.url):  # not shown: a key may be in it
             raise UserError(f"a user's URL is like {Endpoint.url}, without a key: that belongs in the environment")
         if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.key_env):
-            raise UserError(
-                f"key_env names an environment variable, like {Endpoint.key_env}; it's never the key itself"
-            )
+            raise UserError(f"key_env names an environment variable, like {Endpoint.key_env}; it's no key itself")
         if not self.model:
             raise UserError("the user's endpoint has no model: name one that it serves")
         for name in ("max_new", "timeout", "attempts", "at_once", "budget"):
@@ -157,7 +155,7 @@ class Api:
             remedy = f"check its URL, its model and the key in {e.key_env}" if fatal else ""
             return Failed(f"HTTP {code}: {error.message}", code in RETRIED or code >= 500, remedy, after)
         except openai.OpenAIError as error:
-            return Failed(f"no connection ({type(error).__name__})")
+            return Failed(f"no connection ({type(error.__cause__ or error).__name__})")
         try:
             content = json.loads(hide(json.dumps(json.loads(reply.text)), self._key))
         except (ValueError, RecursionError):
@@ -260,7 +258,9 @@ def read_call(value: object) -> Call | Malformed:
     """A tool call as the API writes it, read by the rules that hold for the agent's (`chat.parse`)."""
     function = value.get("function") if isinstance(value, dict) else None
     function = function if isinstance(function, dict) else {}
-    call = json.dumps({key: function.get(key) for key in ("name", "arguments")})
+    call = json.dumps({key: function.get(key) for key in ("name", "arguments")}).replace(
+        "<", "\\u003c"
+    )  # no tags within
     return parse(f"<tool_call>\n{call}\n</tool_call>").calls[0]
 
 

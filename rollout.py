@@ -74,9 +74,7 @@ class Trajectory:
     exit: str
     reward: float | None  # None: the episode says nothing about the agent
     diff: tuple[str, ...]  # how the final database differs from the goal, and what was left untold
-    turns: tuple[dict, ...] = field(
-        repr=False
-    )  # {"role", "text"}, to be read: user, agent, call, tool, user_call, user_tool
+    turns: tuple[dict, ...] = field(repr=False)  # {"role", "text"}: user, agent, call, tool, user_call or user_tool
     metrics: dict[str, Any] = field(repr=False)
     user_ids: tuple[int, ...] = field(repr=False, default=())  # the language-model user's context, if there was one
 

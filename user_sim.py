@@ -16,11 +16,7 @@ from chat import Chat, Context, Sample, UserError
 
 UNJUDGED = "unjudged"
 STOP = "###STOP###"  # a user's message that holds it ends the conversation
-STOPS = (
-    STOP,
-    "###TRANSFER###",
-    "###OUT-OF-SCOPE###",
-)  # τ²-bench's: anywhere in the text, and all three are normal ends
+STOPS = STOP, "###TRANSFER###", "###OUT-OF-SCOPE###"  # τ²-bench's; all three are normal ends
 
 GUIDE = f"""You are a customer in a chat with a shop's service agent. Stay in that role: write only what the customer says, one or two short sentences at a time. Give a detail only when you are asked for it, and invent nothing. When the agent reads back what it is going to do, say the detail as you want it, and yes if that is it. When all your wishes are done or refused, answer with {STOP} and nothing else. This is what you want:
 """
@@ -93,9 +89,7 @@ def parse_pool(text: str, kinds: tuple[str, ...]) -> dict[str, float]:
     for part in text.split(","):
         kind, _, weight = (piece.strip() for piece in part.partition(":"))
         if kind not in kinds or kind in pool:
-            raise UserError(
-                f"user {kind!r} in {text!r}: choose each of {', '.join(kinds)} at most once, as kind:weight"
-            )
+            raise UserError(f"user {kind!r} in {text!r}: choose among {', '.join(kinds)}, each at most once")
         if not re.fullmatch(r"[0-9]*\.?[0-9]+", weight or "1") or not float(weight or 1):
             raise UserError(f"weight {weight!r} in {text!r}: give a positive number, as in lm:0.8,scripted:0.2")
         pool[kind] = float(weight or 1)
@@ -152,16 +146,18 @@ def contract_fault(text: str, instruction: str, opening: bool = False) -> tuple[
         return "as_agent", "it spoke as the agent does, and you are the customer"
     if any(re.search(pattern, plain, re.M) for pattern in ASIDE):
         return "aside", "it held more than what the customer says aloud"
-    shared = word_runs(plain, 6) & word_runs(instruction, 6)
-    if any(not STAGE.isdisjoint(run) for run in shared) or word_runs(plain, 40) & word_runs(instruction, 40):
+    if any(not STAGE.isdisjoint(run) for run in shared_runs(plain, instruction, 6)) or shared_runs(
+        plain, instruction, 40
+    ):
         return "instruction", "it showed the instruction, which only you may see"
     return None
 
 
-def word_runs(text: str, n: int) -> set[tuple[str, ...]]:
-    """All n words in a row of a text."""
-    words = re.findall(r"[\w']+", text.lower().replace("’", "'"))
-    return set(zip(*(words[i:] for i in range(n)), strict=False))
+def shared_runs(text: str, other: str, n: int) -> list[list[str]]:
+    """All n words in a row of `text` that are also in `other`."""
+    words, others = (re.findall(r"[\w']+", t.lower().replace("’", "'")) for t in (text, other))
+    line, runs = f" {' '.join(others)} ", (words[i : i + n] for i in range(len(words) - n + 1))
+    return [run for run in runs if f" {' '.join(run)} " in line]
 
 
 def user_fault(domain, task, messages: list[str], replies: list[str]) -> str | None:

@@ -153,6 +153,20 @@ def play(turns, user, domain=None):
         return stop.value, domain.worlds[-1]
 
 
+class Phone(World):
+    def user_call(self, name, arguments):
+        self.calls.append(("user", name, arguments))
+        return f"{name} is on"
+
+
+class Telecom(Domain):
+    user_tools = tuple({"type": "function", "function": {"name": n, "parameters": {}}} for n in ("wifi", "data"))
+
+    def world(self, task):
+        self.worlds.append(Phone())
+        return self.worlds[-1]
+
+
 # ---------------------------------------------------------------- the network
 
 
@@ -195,7 +209,6 @@ BAD = {
     "cut before the answer": Reply({}, cut=0),
     "cut in the head": Reply({}, cut=20),
     "cut in the body": Reply({"choices": []}, cut=100),
-    "too slow": Reply({}, delay=0.5),
     "no JSON": Reply("{]"),
     "nothing": Reply(""),
     "HTML": Reply("<html>login</html>", headers={"Content-Type": "text/html"}),
@@ -216,16 +229,23 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_trouble_is_tried_again_and_then_a_typed_failure(bad):
-    options = {"timeout": 0.15, "attempts": 3} if bad.delay else {"attempts": 3}
-    with serving(bad, bad, said("Hi"), **options) as (server, api):
+    with serving(bad, bad, said("Hi"), attempts=3) as (server, api):
         assert ask(api).text == "Hi"
         assert len(server.requests) == 3 and api.troubles.total() == 2
-    with serving(bad, **options) as (server, api):
+    with serving(bad, attempts=3) as (server, api):
         with pytest.raises(ServiceError, match="attempt 3 of 3"):
             ask(api)
         assert len(server.requests) == 3
         heard = drive((user := user_of(api)).open())
         assert heard.failed and heard.ended and "attempt 3 of 3" in user.failure
+
+
+def test_an_answer_that_comes_too_late_is_not_waited_for():
+    late = dataclasses.replace(said("Late"), delay=2.5)
+    with serving(late, said("Hi"), timeout=1.0, attempts=2) as (_, api):
+        assert ask(api).text == "Hi" and api.troubles == {"no answer in 1 s": 1}
+    with serving(late, timeout=0.2, attempts=1) as (_, api), pytest.raises(ServiceError, match="no answer in"):
+        ask(api)
 
 
 def test_an_episode_whose_user_is_down_counts_for_nothing():
@@ -336,23 +356,30 @@ BROKEN = {
     ),
     "instruction": said("Hidden: you will accept 20 dollars."),
     "unknown_tool": said(None, [("toggle_wifi", "{}")]),
-    "bad_call": said(None, [("toggle_wifi", "{'a': NaN")]),
+    "bad_call": said(None, [("wifi", "{'a': NaN")]),
+    "bad_call with tags": said(None, [("wifi", "</tool_call></think><tool_call>{")]),
+    "bad_call in another form": Reply({"choices": [{"message": {"content": None, "tool_calls": [None]}}]}),
+    "bad_call without end": said(None, [("wifi", 10**30)]),
+    "as_agent beside a call": said("How can I help you today?", [("wifi", "{}")]),
     "stop_at_once": said(f"I'm done. {STOP}"),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_contract_is_answered_with_one_reminder_that_leaves_no_trace(kind):
-    with serving(BROKEN[kind], said("My user id is kim_1"), said("Yes.")) as (server, api):
-        heard = drive((user := user_of(api)).open())
+    broken, kind = BROKEN[kind], kind.split()[0]
+    with serving(broken, said("My user id is kim_1"), said("Yes.")) as (server, api):
+        user = user_of(api)
+        user.tools = list(Telecom.user_tools)
+        heard = drive(user.open())
         assert heard.text == "My user id is kim_1" and not heard.failed and user.faults == {kind: 1}
         assert drive(user.reply("Cancel W7?")).text == "Yes."
     first, again, later = (request["messages"] for request in server.requests)
     assert again[0]["content"].startswith(INSTRUCTION + "\n\nYour last answer could not be used")
     assert again[1:] == first[1:]  # a plain repeat of the same request would give the same answer
     assert later[:2] == first and [m["content"] for m in later[2:]] == ["My user id is kim_1", "Cancel W7?"]
-    with serving(BROKEN[kind]) as (server, api):
-        trajectory, _ = play([], user := user_of(api))
+    with serving(broken) as (server, api):
+        trajectory, _ = play([], user := user_of(api), Telecom())
         assert trajectory.exit == "user_failed" and trajectory.reward is None and len(server.requests) == 2
         assert trajectory.metrics == trajectory.metrics | {"user_faults": {kind: 2}, "user_failure": user.failure}
         assert kind in user.failure
@@ -379,20 +406,6 @@ def test_a_stop_in_the_agents_mouth_ends_nothing():
 
 
 # ---------------------------------------------------------------- the user's tools
-
-
-class Phone(World):
-    def user_call(self, name, arguments):
-        self.calls.append(("user", name, arguments))
-        return f"{name} is on"
-
-
-class Telecom(Domain):
-    user_tools = tuple({"type": "function", "function": {"name": n, "parameters": {}}} for n in ("wifi", "data"))
-
-    def world(self, task):
-        self.worlds.append(Phone())
-        return self.worlds[-1]
 
 
 def test_a_users_calls_act_on_the_world_and_are_not_the_agents():
@@ -480,11 +493,11 @@ def test_sixty_four_users_at_once_hold_nobody_up():
             go.set()
 
     with serving(hold) as (server, api):
-        talks = [awaits(user_of(api, (i,)), 3) for i in range(64)] + [alone(i, 6) for i in range(8)]
+        talks = [awaits(user_of(api, (i,)), 2) for i in range(64)] + [alone(i, 6) for i in range(8)]
         sampler = Sampler(MODEL, CHAT.end_ids, 72, 300)
         results = rollout(talks, {"agent": sampler}, on_done)
     assert set(done[:8]) == set(range(64, 72)) and sorted(done) == list(range(72))
-    assert [user.faults.total() for user in results[:64]] == [0] * 64 and len(server.requests) == 64 * 4
+    assert [user.faults.total() for user in results[:64]] == [0] * 64 and len(server.requests) == 64 * 3
     reference = rollout([alone(i, 6) for i in range(8)], {"agent": Sampler(MODEL, CHAT.end_ids, 8, 300)})
     assert [ctx.ids for ctx in results[64:]] == [ctx.ids for ctx in reference]  # and changed nothing they said
     assert not sampler.busy and not sampler.slot_of
@@ -523,17 +536,32 @@ def test_where_all_wait_the_scheduler_sleeps():
     assert len(calls) < 40  # 4 tokens, and a few arrivals, in 0.4 s
 
 
-def test_an_error_in_one_conversation_closes_the_others():
+def test_an_answer_is_taken_up_while_others_decode():
+    done = []
+    with serving(said("I want to cancel.")) as (_, api):
+        talks = [alone(0, 30), awaits(user_of(api), 1)]
+        rollout(talks, {"agent": Sampler(MODEL, CHAT.end_ids, 2, 2000)}, lambda index, _: done.append(index))
+    assert done == [1, 0]
+
+
+def test_an_error_in_one_conversation_closes_the_others_and_drops_what_they_asked():
+    never, asked = threading.Event(), threading.Event()
+
+    def silent(_):
+        asked.set()
+        return dataclasses.replace(said("Hi"), event=never)
+
     def breaks():
         yield Sample("agent", CHAT.start("a", None, (1,)), 2)
+        assert asked.wait(10)
         raise ZeroDivisionError
 
-    never = threading.Event()
-    with serving(dataclasses.replace(said("Hi"), event=never)) as (_, api):
-        talks = [awaits(user_of(api, (1,)), 1), breaks()]
+    with serving(silent, said("Hello"), at_once=1, timeout=20.0) as (_, api):
+        talks = [awaits(user_of(api), 1), breaks()]
         with pytest.raises(ZeroDivisionError):
             rollout(talks, {"agent": Sampler(MODEL, CHAT.end_ids, 2, 300)})
-        assert not talks[0].gi_running and talks[0].gi_frame is None
+        assert talks[0].gi_frame is None
+        assert api.ask([{"role": "user", "content": "?"}], None, 1).result(5).text == "Hello"  # the one place is free
     never.set()
 
 
