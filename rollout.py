@@ -1,16 +1,18 @@
 """Rollout: conversations written as coroutines, and the sampler that decodes hundreds of them together.
 
 `converse` is one episode, to be read like the paper's trajectory: o_user, (tool call, o_db)*, message,
-o_user, … It yields a `Sample` whenever it wants tokens. `rollout` drives many such coroutines: all that ask
-the same `Sampler` decode in one batch, and one that finishes makes room for the next. `EXITS` says what each
-way to end is worth.
+o_user, … It yields a `Sample` whenever it wants tokens, and a `Wait` where its user is not in this process. `rollout`
+drives many such coroutines: all that ask the same `Sampler` decode in one batch, and one that finishes makes room for the
+next. `EXITS` says what each way to end is worth.
 
 Deliberately not here: what a user says (user_sim.py), what a tool does (tools.py), and anything about
 training.
 """
 
+import functools
 import heapq
 import math
+import queue
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
@@ -20,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chat import Call, Chat, Context, Malformed, Role, Sample, Say, ToolCalls
+from chat import Call, Chat, Context, Malformed, Role, Sample, Say, ToolCalls, turn_text
 from model import Decoder, KVCache
+from user_sim import Wait
 
 # ---------------------------------------------------------------- how a conversation ends
 
@@ -71,22 +74,24 @@ class Trajectory:
     exit: str
     reward: float | None  # None: the episode says nothing about the agent
     diff: tuple[str, ...]  # how the final database differs from the goal, and what was left untold
-    turns: tuple[dict, ...] = field(repr=False)  # {"role": "user" | "agent" | "call" | "tool", "text"}, to be read
+    turns: tuple[dict, ...] = field(repr=False)  # {"role", "text"}: user, agent, call, tool, user_call or user_tool
     metrics: dict[str, Any] = field(repr=False)
     user_ids: tuple[int, ...] = field(repr=False, default=())  # the language-model user's context, if there was one
 
 
 def converse(
     task, domain, user, chat: Chat, limits: Limits, stream: tuple[int, ...], member: int = 0, on_turn=None
-) -> Generator[Sample, None, Trajectory]:
+) -> Generator[Sample | Wait, None, Trajectory]:
     """One episode, from the user's first words to an exit.
 
     `user` is the simulated user of this task; its `open()` and `reply(text)` are coroutines too. A turn of
     the agent is one message or some tool calls, which are executed in order and each get a result; prose
-    beside calls is not said to the user. `on_turn(role, text)` hears of each turn as it happens. What `domain` or `user`
-    raise is a bug of ours and propagates.
+    beside calls is not said to the user. Where the user has tools of its own, it acts on the same world, and the agent
+    sees none of it. `on_turn(role, text)` hears of each turn as it happens. What `domain` or `user` raise is a bug of ours
+    and propagates.
     """
     world, ctx, log = domain.world(task), chat.start(domain.system, domain.tools, stream), Log(on_turn)
+    user.tools, user.act = getattr(domain, "user_tools", None), functools.partial(_act, world, log)
 
     def finish(exit: str) -> Trajectory:
         return _finish(task, world, user, chat, limits, ctx, log, exit, member)
@@ -171,6 +176,12 @@ def _execute(world, call: Call | Malformed, log: Log) -> str:
     return log.add("tool", world.call(call.name, call.arguments))
 
 
+def _act(world, log: Log, call: Call) -> str:
+    """A call of the user's own tools."""
+    log.add("user_call", turn_text([call]))
+    return log.add("user_tool", world.user_call(call.name, call.arguments))
+
+
 def _finish(task, world, user, chat, limits, ctx: Context, log: Log, exit: str, member: int) -> Trajectory:
     chat.close(ctx)  # a cut turn gets the template's end, which is never trained
     verdict = world.reward()
@@ -184,7 +195,7 @@ def _finish(task, world, user, chat, limits, ctx: Context, log: Log, exit: str, 
         "agent_tokens": sampled,
         "malformed": log.malformed,
         "tools": dict(log.tools),
-    }
+    } | getattr(user, "metrics", {})
     return Trajectory(
         task.id,
         task.kind,
@@ -207,26 +218,28 @@ def _finish(task, world, user, chat, limits, ctx: Context, log: Log, exit: str, 
 
 
 def rollout(
-    conversations: Iterable[Generator[Sample, Any, Any]],
+    conversations: Iterable[Generator[Sample | Wait, Any, Any]],
     samplers: dict[str, "Sampler"],
     on_done: Callable[[int, Any], None] | None = None,
 ) -> list:
     """Runs every conversation to its end; returns what each returned, in the order given.
 
     At most as many are open at a time as the samplers have slots for; `samplers` goes by speaker, and two
-    speakers may share one. `on_done(index, result)` is called as each ends. An exception in any of them ends
-    the rollout: it is a bug of ours, and every open conversation is closed.
+    speakers may share one. One that waits keeps its slot, and so its keys and values, and nobody waits with it.
+    `on_done(index, result)` is called as each ends. An exception in any of them ends the rollout: it is a bug of
+    ours, and every open conversation is closed.
     """
     waiting, results = enumerate(conversations), {}
     engines = list(dict.fromkeys(samplers.values()))
     room = min(s.slots // sum(other is s for other in samplers.values()) for s in engines)
     opened: dict[int, tuple[Generator, dict[Context, Sampler]]] = {}
     owner: dict[Context, int] = {}
+    arrived: queue.SimpleQueue[int] = queue.SimpleQueue()  # conversations whose future is done, put in by its thread
 
     def advance(index: int, ctx: Context | None) -> None:
         talk, contexts = opened[index]
         try:
-            sample = talk.send(ctx)
+            request = talk.send(ctx)
         except StopIteration as stop:
             results[index] = stop.value
             for used, sampler in opened.pop(index)[1].items():
@@ -235,9 +248,12 @@ def rollout(
             if on_done is not None:
                 on_done(index, stop.value)
             return
-        contexts[sample.ctx] = samplers[sample.speaker]
-        owner[sample.ctx] = index
-        samplers[sample.speaker].submit(sample)
+        if isinstance(request, Wait):
+            request.future.add_done_callback(lambda _: arrived.put(index))
+            return
+        contexts[request.ctx] = samplers[request.speaker]
+        owner[request.ctx] = index
+        samplers[request.speaker].submit(request)
 
     try:
         while True:
@@ -249,6 +265,9 @@ def rollout(
             for sampler in engines:
                 for ctx in sampler.step():
                     advance(owner[ctx], ctx)
+            all_wait = bool(opened) and not any(sampler.busy for sampler in engines)
+            for _ in range(max(all_wait, arrived.qsize())):
+                advance(arrived.get(), None)  # sleeps only where all wait
     finally:
         for talk, contexts in opened.values():
             talk.close()

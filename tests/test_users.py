@@ -1,15 +1,20 @@
 """Users: the common interface, the script's answers, and the audit of a simulated user."""
 
+import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 
 import mua_rl
+from chat import UserError
 from domains import shop
 from tools import play
-from user_sim import STOP, UNJUDGED, Heard, ScriptedUser, user_fault
+from user_sim import GUIDE, STOP, STOPS, UNJUDGED, Heard, ScriptedUser, choose, contract_fault, parse_pool, user_fault
 
 SHOP = shop.Shop()
+TAU2 = Path(__file__).parents[2] / "shared/tau2"
 
 
 def finished(turn) -> Heard:
@@ -105,3 +110,116 @@ def test_what_the_script_cannot_understand_is_not_the_users_fault():
 def test_failed_users_count_as_faults_and_unjudged_talks_do_not():
     shares = mua_rl.fault_shares(["failed", None, None, UNJUDGED, "yes"])
     assert shares["user_fault_rate"] == 0.5 and shares["user_unjudged"] == 0.2
+
+
+# ---------------------------------------------------------------- a pool
+
+
+def test_a_pool_is_drawn_by_its_weights_and_by_the_episodes_stream():
+    pool = parse_pool("lm:3, scripted:1", ("lm", "scripted", "api"))
+    assert pool == {"lm": 3.0, "scripted": 1.0} and parse_pool("lm", ("lm",)) == {"lm": 1.0}
+    drawn = [choose(pool, (0, 1, i, 2)) for i in range(4000)]
+    assert drawn == [choose(pool, (0, 1, i, 2)) for i in range(4000)]
+    assert abs(drawn.count("lm") - 3000) < 5 * (4000 * 0.75 * 0.25) ** 0.5  # five standard deviations
+    assert len({tuple(choose(pool, (0, i, m)) for m in range(8)) for i in range(20)}) > 15  # members differ
+    random.seed(1)
+    state = random.getstate()
+    choose(pool, (1,))
+    assert random.getstate() == state  # nobody else's numbers are used up
+
+
+@pytest.mark.parametrize("text", ["", "lm:0", "lm:-1", "lm:nan", "lm:inf", "lm:x", "bot", "lm:1,lm:2", "lm,", "lm:1:2"])
+def test_a_bad_pool_is_refused_in_one_line(text):
+    with pytest.raises(UserError) as error:
+        parse_pool(text, ("lm", "scripted"))
+    assert repr(text) in str(error.value) and "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- the contract
+
+KIM = "You are Kim, and your user id is kim_1. You want your money back. Hidden: you will accept 20 dollars."
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("empty", ""),
+        ("empty", " \n"),
+        ("as_agent", "Sure, I can help you with your order. Could you give me your user id?"),
+        ("as_agent", "Hello! How may I help you today?"),
+        ("as_agent", "Please confirm your order number."),
+        ("as_agent", "I’ve cancelled your order. Is there anything else I can help with?"),
+        ("as_agent", "I'll be happy to help you."),
+        ("as_agent", "May I have your full name, please?"),
+        (
+            "aside",
+            'ok please pass it on\n\nNote to self: my part is the customer here, so the next line I send is: "when"',
+        ),
+        ("aside", "Customer: I want my money back."),
+        ("aside", "I want my money back.\nAgent: Of course!"),
+        ("aside", "**Reasoning:** they asked for my id."),
+        ("aside", "<think>They want my id."),
+        ("aside", "As an AI language model, I have no orders."),
+        ("aside", "I should respond with my id. kim_1"),
+        ("aside", "if the agent asks for a reason, it is too large"),
+        ("aside", '<tool_call>\n{"name": "wifi"}\n</tool_call>'),
+        ("instruction", "Hidden: you will accept 20 dollars."),
+        ("instruction", "My task: You are KIM and your  user id is kim_1!"),
+    ],
+)
+def test_a_broken_contract_is_seen(kind, text):
+    assert contract_fault(text, KIM)[0] == kind
+
+
+def test_a_customers_own_words_are_no_fault():
+    for text in (
+        "My user id is kim_1",
+        "I'm Kim, and my user id is kim_1. I want my money back.",
+        "Can you help me with my order? I will accept 20 dollars.",
+        "Could you tell me what you need from me?",
+        "Please cancel it. Thank you for your help!",
+        "The agent I spoke to yesterday promised a refund.",
+        f"Yes, please. {STOP}",
+        "No.",
+    ):
+        assert contract_fault(text, KIM) is None, text
+    assert contract_fault(f"Yes. {STOPS[1]}", KIM, opening=True)[0] == "stop_at_once"
+    words = [f"w{i}" for i in range(100)]
+    assert contract_fault(" ".join(words[9:48]), " ".join(words)) is None  # a customer may say how it was put to it
+    assert contract_fault(" ".join(words[9:49]), " ".join(words))[0] == "instruction"  # but not forty words of it
+
+
+def test_the_scripted_customers_of_the_shop_keep_the_contract():
+    for i in range(200):
+        task, rng = SHOP.task("train", 0, i), random.Random(i)
+        script = SHOP.script(task, rng, rng.choice(["scripted", "stranger"]))
+        for who, text in play(shop.demonstrator(shop.TEACHER, rng), script, SHOP.world(task)):
+            assert who != "user" or contract_fault(text, GUIDE + SHOP.instruction(task)) is None, text
+
+
+MINE = (
+    (r"\byou are\b", "I am"),
+    (r"\byou've\b", "I've"),
+    (r"\byou\b", "I"),
+    (r"\byour\b", "my"),
+    (r"\byourself\b", "me"),
+)
+
+
+@pytest.mark.skipif(not TAU2.is_dir(), reason="needs ../shared/tau2")
+@pytest.mark.parametrize("domain, end", [("retail", ""), ("airline", ""), ("telecom", "_tools")])
+def test_on_real_scenarios_reading_out_is_seen_and_retelling_is_not(domain, end):
+    """The most literal of honest customers repeats its scenario sentence by sentence, with I for you."""
+    guide = (TAU2 / f"user_simulator/simulation_guidelines{end}.md").read_text()
+    for task in json.loads((TAU2 / domain / "tasks.json").read_text()):
+        parts = task["user_scenario"]["instructions"]
+        prompt = f"{guide}\n\n<scenario>\n{json.dumps(parts, ensure_ascii=False)}\n</scenario>"
+        for key in ("reason_for_call", "known_info"):
+            for sentence in re.split(r"(?<=[.!?])\s+", parts[key] or ""):
+                mine = sentence
+                for you, me in MINE:
+                    mine = re.sub(you, me, mine, flags=re.I)
+                if "the agent" not in mine and "{" not in mine:  # how to play it; what nobody says aloud
+                    assert contract_fault(mine or "-", prompt) is None, mine
+        assert contract_fault("\n".join(v for v in parts.values() if v), prompt)
+        assert contract_fault(guide[200:500], prompt)
