@@ -55,6 +55,7 @@ sm_80, sm_90 and sm_100 (no spills): not run on a GPU here. `backend="torch"` ru
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 try:
     import triton
@@ -101,6 +102,8 @@ def linear_logprob(
         options = {"entropy_grad": entropy_grad, "backend": backend}
         some = linear_logprob(hidden[kept], weight, targets[kept], temperature, **options)
         return tuple(x.new_zeros(len(targets)).index_copy(0, kept, x) for x in some)
+    if use_triton and (missing := -hidden.shape[1] % TILES[hidden.element_size()]["BLOCK_H"]):
+        hidden, weight = (pad(x, (0, missing)) for x in (hidden, weight))  # no real model's H is odd: a copy is allowed
     inputs = hidden.contiguous(), weight.contiguous(), targets.long()
     return _LinearLogprob.apply(*inputs, float(temperature), entropy_grad, use_triton)
 
@@ -241,21 +244,18 @@ if triton is not None:
 
     @triton.jit
     def _logits_tile(
-        Hidden, Weight, rows, cols, H,
-        BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, EVEN: tl.constexpr,
+        Hidden, Weight, rows, cols, H, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr
     ):  # fmt: skip
-        """hidden[rows] · weight[cols]ᵀ → [BLOCK_T, BLOCK_V] in fp32. Offsets in 64 bits: V·H may pass 2³¹."""
+        """hidden[rows] · weight[cols]ᵀ → [BLOCK_T, BLOCK_V] in fp32. Offsets in 64 bits: V·H may pass 2³¹.
+
+        H is a multiple of BLOCK_H and rows and cols are legal: no load needs a mask.
+        """
         k = tl.arange(0, BLOCK_H)
         h_at = Hidden + rows.to(tl.int64)[:, None] * H + k[None, :]
         w_at = Weight + cols.to(tl.int64)[None, :] * H + k[:, None]
         z = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-        for start in range(0, H, BLOCK_H):
-            if EVEN:
-                h, w = tl.load(h_at), tl.load(w_at)
-            else:
-                h = tl.load(h_at, mask=k[None, :] < H - start, other=0.0)
-                w = tl.load(w_at, mask=k[:, None] < H - start, other=0.0)
-            z = tl.dot(h, w, z, input_precision="ieee")  # fp32 input is never rounded to TF32
+        for _ in range(0, H, BLOCK_H):
+            z = tl.dot(tl.load(h_at), tl.load(w_at), z, input_precision="ieee")  # fp32 input is never rounded to TF32
             h_at += BLOCK_H
             w_at += BLOCK_H
         return z
@@ -263,7 +263,7 @@ if triton is not None:
     @triton.jit
     def partials_kernel(
         Hidden, Weight, Target, Out, T, V, H, width, scale,
-        BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, EVEN: tl.constexpr,
+        BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     ):  # fmt: skip
         """One program: BLOCK_T rows × `width` columns, tile by tile, in an online softmax. scale = 1/temperature."""
         rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -276,7 +276,7 @@ if triton is not None:
         hit = tl.zeros((BLOCK_T,), tl.float32)
         for start in range(first, tl.minimum(first + width, V), BLOCK_V):
             cols = start + tl.arange(0, BLOCK_V)
-            z = _logits_tile(Hidden, Weight, real, tl.minimum(cols, V - 1), H, BLOCK_T, BLOCK_V, BLOCK_H, EVEN)
+            z = _logits_tile(Hidden, Weight, real, tl.minimum(cols, V - 1), H, BLOCK_T, BLOCK_V, BLOCK_H)
             hit += tl.sum(tl.where(cols[None, :] == target[:, None], z, 0.0), 1)
             z = tl.where(cols[None, :] < V, z, -float("inf"))
             new = tl.maximum(top, tl.max(z, 1))
@@ -299,13 +299,13 @@ if triton is not None:
     def d_logits_kernel(
         Hidden, Weight, Column, Top, LogSum, Entropy, Pull, PullEntropy, Out, T, C, H, scale,
         ENTROPY: tl.constexpr,
-        BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, EVEN: tl.constexpr,
+        BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     ):  # fmt: skip
         """One program: one tile of d_logits_torch, its logits never leaving the registers."""
         rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
         cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
         real = tl.minimum(rows, T - 1)
-        z = _logits_tile(Hidden, Weight, real, tl.minimum(cols, C - 1), H, BLOCK_T, BLOCK_V, BLOCK_H, EVEN)
+        z = _logits_tile(Hidden, Weight, real, tl.minimum(cols, C - 1), H, BLOCK_T, BLOCK_V, BLOCK_H)
         logp = (z - tl.load(Top + real)[:, None]) * scale - tl.load(LogSum + real)[:, None]
         pi = tl.exp(logp)
         here = cols[None, :] == tl.load(Column + real)[:, None]
@@ -318,8 +318,9 @@ if triton is not None:
 
 
 def partials_triton(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """As partials_torch, cut into other slices."""
+    """As partials_torch, cut into other slices. H must be a multiple of BLOCK_H."""
     (T, H), V, tile = hidden.shape, len(weight), TILES[hidden.element_size()]
+    assert H % tile["BLOCK_H"] == 0, "the kernel's loads have no mask"
     row_blocks = triton.cdiv(T, tile["BLOCK_T"])
     tiles = triton.cdiv(V, tile["BLOCK_V"])
     width = triton.cdiv(tiles, triton.cdiv(PROGRAMS, row_blocks)) * tile["BLOCK_V"]
@@ -327,19 +328,20 @@ def partials_triton(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
     with torch.cuda.device_of(hidden):
         # row blocks vary fastest: programs that run together read the same columns of weight, out of L2
         partials_kernel[(row_blocks, out.shape[1])](
-            hidden, weight, targets, out, T, V, H, width, 1 / temperature, EVEN=H % tile["BLOCK_H"] == 0, **tile
+            hidden, weight, targets, out, T, V, H, width, 1 / temperature, **tile
         )
     return out
 
 
 def d_logits_triton(hidden, weight, column, temperature, top, log_sum, entropy, pull, pull_entropy) -> Tensor:
-    """As d_logits_torch."""
+    """As d_logits_torch. H must be a multiple of BLOCK_H."""
     (T, H), C, tile = hidden.shape, len(weight), TILES[hidden.element_size()]
+    assert H % tile["BLOCK_H"] == 0, "the kernel's loads have no mask"
     out = hidden.new_empty(T, C)
     use_entropy = pull_entropy is not None
     with torch.cuda.device_of(hidden):
         d_logits_kernel[(triton.cdiv(T, tile["BLOCK_T"]), triton.cdiv(C, tile["BLOCK_V"]))](
             hidden, weight, column, top, log_sum, entropy, pull, pull_entropy if use_entropy else pull, out,
-            T, C, H, 1 / temperature, ENTROPY=use_entropy, EVEN=H % tile["BLOCK_H"] == 0, **tile,
+            T, C, H, 1 / temperature, ENTROPY=use_entropy, **tile,
         )  # fmt: skip
     return out
