@@ -192,8 +192,9 @@ def combine(partials: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tenso
 
 def partials_torch(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """hidden [T, H], weight [V, H], targets [T] → partials [4, S, T] as `combine` wants them."""
-    out = []
-    for part in _slices(hidden, len(weight)):
+    parts = _slices(hidden, len(weight))
+    out = hidden.new_empty(4, len(parts), len(hidden), dtype=_accurate(hidden[:0]).dtype)
+    for i, part in enumerate(parts):
         z = _accurate(hidden @ weight[part].T)  # [T, C]
         lowest = torch.finfo(z.dtype).min
         here, column = _find(targets - part.start, z.shape[1])
@@ -204,8 +205,8 @@ def partials_torch(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
         e = d.exp()
         total = e.sum(-1)
         weighted = e.mul_(d.clamp_(min=lowest)).sum(-1)  # 0 · −∞ is not a number
-        out.append(torch.stack([top, total, weighted, hit]))
-    return torch.stack(out, 1)
+        out[:, i] = torch.stack([top, total, weighted, hit])  # a list of small tensors would fragment the heap
+    return out
 
 
 def d_logits_torch(hidden, weight, column, temperature, top, log_sum, entropy, pull, pull_entropy) -> Tensor:
