@@ -94,6 +94,8 @@ def measure(variant: str, T: int, V: int, H: int, dtype: str, threads: int) -> d
     hidden.grad = weight.grad = None
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = torch.cuda.memory_allocated() if cuda else status("VmRSS")
     first = run(T)
     peak = torch.cuda.max_memory_allocated() if cuda else status("VmHWM")

@@ -63,8 +63,8 @@ try:
 except ImportError:  # a CPU machine
     triton = None
 
-# Logits held at a time, and the least columns of a slice of the vocabulary. CPU: 4 MiB in fp32 stay in the cache
-# (measured: docs/performance.md). CUDA: enough for the library's matmul to fill the chip, little enough to stay in L2.
+# The most numbers of a slice of the vocabulary, [T, C] logits or [C, H] weights, and its least columns C. CPU: 4 MiB in
+# fp32 stay in the cache (measured: docs/performance.md). CUDA: enough to fill the chip, little enough to stay in L2.
 SLICE = {"cpu": (2**20, 256), "cuda": (2**24, 4096)}
 
 
@@ -129,8 +129,8 @@ def _accurate(logits: Tensor) -> Tensor:
 
 
 def _slices(hidden: Tensor, vocabulary: int) -> list[slice]:
-    logits, least = SLICE.get(hidden.device.type, SLICE["cuda"])
-    columns = max(least, logits // max(1, len(hidden)))
+    numbers, least = SLICE.get(hidden.device.type, SLICE["cuda"])
+    columns = max(least, numbers // max(1, *hidden.shape))
     return [slice(v, min(v + columns, vocabulary)) for v in range(0, vocabulary, columns)]
 
 

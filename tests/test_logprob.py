@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import logprob
@@ -288,26 +289,37 @@ def test_ignored_tokens_cost_nothing():
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers in one tensor that any operation gave back."""
+    """The most numbers in one new tensor that any operation gave back: a view of an argument is not new."""
 
     numbers = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        tensors = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.numbers = max(self.numbers, *(x.untyped_storage().nbytes() // x.element_size() for x in tensors), 0)
+        old, new = ([x for x in tree_leaves(y) if isinstance(x, torch.Tensor)] for y in ((args, kwargs), out))
+        known = {x.untyped_storage().data_ptr() for x in old}
+        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in new]
+        pairs = zip(new, sizes, strict=True)
+        self.numbers = max([self.numbers, *(n for x, n in pairs if x.untyped_storage().data_ptr() not in known)])
         return out
 
 
+def largest(f, hidden, weight, targets, **options):
+    """Forward and backward, the weights frozen: otherwise their gradient would be the largest tensor of all."""
+    with Largest() as mode:
+        logp, entropy = f(hidden.clone().requires_grad_(), weight, targets, **options)
+        (logp + entropy).sum().backward()
+    return mode.numbers
+
+
+@pytest.mark.parametrize("T, H", [(100, 3), (3, 100)], ids=["logits", "weights"])
 @pytest.mark.parametrize("entropy_grad", [False, True])
-def test_logits_are_never_held_whole(entropy_grad, monkeypatch):
+def test_neither_logits_nor_a_copy_of_the_weights_are_held_whole(T, H, entropy_grad, monkeypatch):
     monkeypatch.setitem(logprob.SLICE, "cpu", (2000, 4))
-    p = problem(100, 200, 3)
-    with Largest() as ours:
-        outcome(linear_logprob, *p, entropy_grad=entropy_grad)
-    with Largest() as naive:
-        outcome(linear_logprob_reference, *p, entropy_grad=entropy_grad)
-    assert ours.numbers <= 4 * 10 * 100 < naive.numbers == 100 * 200  # 4 statistics of 10 slices
+    hidden, weight, targets, _ = problem(T, 1000, H)
+    numbers = largest(linear_logprob, hidden, weight, targets, entropy_grad=entropy_grad)
+    statistics = 4 * 50 * T  # four of each of 50 slices
+    assert numbers <= max(2000, statistics) < 1000 * max(T, H)
+    assert largest(linear_logprob_reference, hidden, weight, targets) == T * 1000
 
 
 def test_the_same_bits_every_time():
@@ -465,18 +477,15 @@ def test_the_kernels_in_tritons_interpreter():
 
 # ── Triton: compiled ahead of time, which needs no GPU ───────────────────────────────────────────────────────────────
 
-ARCHITECTURES = {
-    80: (163, "mma.sync"),
-    90: (227, "wgmma"),
-    100: (227, "tcgen05.mma"),
-}  # KiB a block may have; the matmul
+# of each architecture: the KiB of shared memory a block may have, and its tensor cores' instruction in PTX
+ARCHITECTURES = {80: (163, "mma.sync"), 90: (227, "wgmma"), 100: (227, "tcgen05.mma")}
 TYPES = {"Target": "*i64", "Column": "*i64", "scale": "fp32"} | dict.fromkeys("T V C H width".split(), "i32")
 TYPES |= dict.fromkeys("Top LogSum Entropy Pull PullEntropy".split(), "*fp32")
 BUILDS = [("partials", {}), ("d_logits", {"ENTROPY": False})]
 
 
-def build(name, arch, dtype, cache, monkeypatch, **constants):
-    """Compile a kernel as a call would, with an H that is a multiple of 16 (it always is) and T and V that aren't.
+def build(name, arch, dtype, cache, monkeypatch, odd=False, **constants):
+    """Compile a kernel as a call would: H is always a multiple of 16, T and V are unless `odd`, and Triton makes use of it.
 
     Returns the compiled kernel and its {"REG": registers a thread, "STACK": bytes spilled, "LOCAL": …}.
     """
@@ -488,11 +497,11 @@ def build(name, arch, dtype, cache, monkeypatch, **constants):
     tile = dict(logprob.TILES[{"bf16": 2, "fp16": 2, "fp32": 4}[dtype]])
     options = {k: tile.pop(k) for k in ("num_warps", "num_stages")}
     constants = tile | constants
-    types = (
-        TYPES | {"Hidden": f"*{dtype}", "Weight": f"*{dtype}"} | {"Out": "*fp32" if name == "partials" else f"*{dtype}"}
-    )
+    types = TYPES | dict.fromkeys(("Hidden", "Weight", "Out"), f"*{dtype}")
+    if name == "partials":
+        types["Out"] = "*fp32"
     signature = {a: "constexpr" if a in constants else types[a] for a in kernel.arg_names}
-    aligned = [a for a, t in signature.items() if t[0] == "*" or a in ("H", "width")]
+    aligned = [a for a, t in signature.items() if t[0] == "*" or a in ("H", "width") or (t == "i32" and not odd)]
     where = kernel.arg_names.index
     attributes = {(where(a),): [["tt.divisibility", 16]] for a in aligned}
     source = ASTSource(kernel, signature, {(where(a),): v for a, v in constants.items()}, attributes)
@@ -504,10 +513,10 @@ def build(name, arch, dtype, cache, monkeypatch, **constants):
     return compiled, {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
 
-def assert_it_fits(name, arch, dtype, cache, monkeypatch, **constants):
-    compiled, usage = build(name, arch, dtype, cache, monkeypatch, **constants)
+def assert_it_fits(name, arch, dtype, cache, monkeypatch, odd=False, **constants):
+    compiled, usage = build(name, arch, dtype, cache, monkeypatch, odd, **constants)
     limit, matmul = ARCHITECTURES[arch]
-    print(f"sm_{arch} {dtype} {name} {constants}: {usage}, shared {compiled.metadata.shared} bytes")
+    print(f"sm_{arch} {dtype} {name} {constants} odd={odd}: {usage}, shared {compiled.metadata.shared} bytes")
     assert compiled.metadata.shared <= limit * 1024
     assert usage["STACK"] == usage["LOCAL"] == 0, usage  # no register is spilled
     assert (matmul in compiled.asm["ptx"]) == (dtype != "fp32")  # on the tensor cores; fp32 is never rounded to TF32
@@ -530,9 +539,10 @@ def test_compiles_for_real_gpus_without_spills(name, constants, arch, tmp_path, 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name, constants", [*BUILDS, ("d_logits", {"ENTROPY": True})], ids=str)
-def test_every_variant_compiles_without_spills(name, constants, dtype, arch, tmp_path, monkeypatch, request):
+def test_every_variant_compiles_without_spills(name, constants, dtype, odd, arch, tmp_path, monkeypatch, request):
     if "slow" not in request.config.option.markexpr:
-        pytest.skip("a minute long: pytest -m slow")
-    assert_it_fits(name, arch, dtype, tmp_path, monkeypatch, **constants)
+        pytest.skip("minutes long: pytest -m slow")
+    assert_it_fits(name, arch, dtype, tmp_path, monkeypatch, odd, **constants)
