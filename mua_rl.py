@@ -294,11 +294,11 @@ def advantages(rewards: Sequence[float | None], kind: str = "grpo", eps: float =
     rloo     A_j = r_j − mean of the other rewards = (r_j − r̄) · n/(n − 1)   arXiv 2402.14740
 
     A member without a reward (None: the user simulator failed) takes no part and gets 0. A group whose rewards are all
-    equal, but for rounding, teaches nothing: all 0.
+    equal, but for rounding (1e-6), teaches nothing: all 0.
     """
     known = [r for r in rewards if r is not None]
     n = len(known)
-    if n < 2 or max(known) - min(known) <= 1e-6 * max(map(abs, known)):
+    if n < 2 or max(known) - min(known) < 1e-6 * max(1.0, *map(abs, known)):
         return [0.0] * len(rewards)
     mean = sum(known) / n
     std = math.sqrt(sum((r - mean) ** 2 for r in known) / n)
