@@ -21,7 +21,7 @@ from chat import Context, Role, UserError
 from domains import shop
 from mua_rl import PHASE, Config, Stage, advantages, collect, interval, pass_hat_k, scores, trained_rows
 from rollout import EXITS, Sampler, Trajectory
-from run import Clock
+from run import Clock, State
 from tools import FAULTS, FaultyTools
 
 CFG = Config()
@@ -104,18 +104,43 @@ def test_turn_credit_compares_turns_that_began_in_the_same_state():
     assert [a for _, a in rows] == [pytest.approx(a) for a in ([1.5, 0.5], [1.5, 2.5], [-3.0, -3.0])]
 
 
+def test_advantages_compare_within_a_task_never_over_the_batch(monkeypatch):
+    """Two tasks, one easy and one hard: what `learn` hands to the update."""
+    seen, nothing = [], lambda *args, **kwargs: None
+    monkeypatch.setattr(mua_rl, "update", lambda *args: seen.extend(args[3]) or {"trained_tokens": 0})
+    metrics = {"turns": 1, "malformed": 0, "tools": {}, "agent_tokens": 1}
+    rewards = [[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+    groups = [[dataclasses.replace(trajectory("user_ended", r), metrics=metrics) for r in group] for group in rewards]
+    tasks = [SHOP.task("train", 0, i) for i in range(2)]
+    job = SimpleNamespace(
+        cfg=dataclasses.replace(CFG, advantage="dr_grpo"), clock=Clock(), policy=None, frozen=None, optimizers=[Optimizer()],
+        domain=SHOP, chat=CHAT, guard=None, state=State(), rollout_seconds=1.0, began=0.0,
+        run=SimpleNamespace(log=nothing, episodes=nothing), progress=SimpleNamespace(step=nothing),
+    )  # fmt: skip
+    mua_rl.learn(job, 0, groups, tasks)
+    assert [a for _, a in seen] == [0.25, 0.25, 0.25, -0.75, 0.75, -0.25, -0.25, -0.25]
+
+
+class Optimizer:
+    """As much of one as a learning rate needs."""
+
+    param_groups = ({},)
+
+
 # ── Refilling ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def refilled(cfg: Config, step: int, teaches) -> tuple[list[str], list[tuple]]:
     """(tasks in the order played, keys of the conversations) of a `collect` whose groups teach if `teaches(task)`."""
-    keys = []
+    keys, forgot = [], []
 
     def play(tasks, members, user, phase, step, first=0):
+        assert forgot == ["agent", "user"]  # keys and values that other weights made, before anything is sampled
         keys.extend((phase, step, first + i, m) for i in range(len(tasks)) for m in range(members))
         return [[trajectory("user_ended", float(m == 0 and teaches(t)), t) for m in range(members)] for t in tasks]
 
-    stage = SimpleNamespace(play=play, samplers={})
+    samplers = {who: SimpleNamespace(weights_changed=lambda who=who: forgot.append(who)) for who in ("agent", "user")}
+    stage = SimpleNamespace(play=play, samplers=samplers)
     domain = SimpleNamespace(task=lambda split, seed, i: f"{split} {seed} {i}")
     groups, tasks = collect(SimpleNamespace(cfg=cfg, domain=domain, stage=stage, clock=Clock()), step)
     assert [g[0].task for g in groups] == tasks

@@ -504,14 +504,20 @@ def test_minibatches_share_out_the_rows_and_no_reference_is_asked_when_it_weighs
 def test_the_logged_loss_is_the_mean_over_the_trained_tokens(tmp_path):
     """Negative losses too."""
     cfg = dataclasses.replace(CFG, kl=0.0, micro_tokens=40)
-    rows, _ = flat()
     policy = tiny_model(1)
-    rows = [dataclasses.replace(t, logprobs=exact(policy, t, cfg)) for t in rows]
-    values = update(policy, None, torch.optim.SGD(policy.parameters(), lr=0.0), [(t, 1.0) for t in rows], cfg, 0, Clock(),
-                    Guard(tmp_path / "skipped", 1))  # fmt: skip
-    assert (
-        values["loss"] == pytest.approx(-1.0) and values["gap_max"] < 1e-12 and values["gap_mean"] <= values["gap_max"]
-    )
+    rows = [(dataclasses.replace(t, logprobs=exact(policy, t, cfg)), 1.0) for t in flat()[0]]
+    sgd = torch.optim.SGD(policy.parameters(), lr=0.5)
+    values = update(policy, None, sgd, rows, cfg, 0, Clock(), Guard(tmp_path / "skipped", 1))
+    assert values["loss"] == pytest.approx(-1.0)
+
+
+def test_the_gap_between_sampler_and_trainer_is_taken_before_the_first_update(tmp_path):
+    cfg = dataclasses.replace(CFG, kl=0.0, minibatches=2)
+    policy = tiny_model(1)
+    rows = [(dataclasses.replace(t, logprobs=exact(policy, t, cfg)), 1.0) for t in flat()[0]]
+    sgd = torch.optim.SGD(policy.parameters(), lr=0.5)
+    values = update(policy, None, sgd, rows, cfg, 0, Clock(), Guard(tmp_path / "skipped", 1))
+    assert values["gap_mean"] <= values["gap_max"] < 1e-12 and values["grad_norm"] > 0.1
 
 
 def exact(policy, t, cfg):
