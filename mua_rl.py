@@ -159,8 +159,8 @@ def check_config(cfg: Config) -> None:
         if not 0 < getattr(cfg, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give a number above 0")
     at_least_0 = (
-        "steps sft_steps minutes save_seconds kl user_temperature eval_tasks test_tasks eval_every seed warmup clip_high "
-        "turn_credit refill"
+        "steps sft_steps minutes save_seconds kl user_temperature eval_tasks test_tasks eval_every seed warmup "
+        "clip_high turn_credit refill"
     )
     for name in at_least_0.split():
         if not 0 <= getattr(cfg, name) < math.inf:
@@ -310,7 +310,7 @@ def turn_advantages(group: list[Trajectory], rewards: Sequence[float | None], cf
     """For each AGENT token of each member: A_j + ω·A_turn (GiGPO, arXiv 2505.10978 §4).
 
     A_turn compares all turns of the group that began in the same database state (`Trajectory.states`) by how their
-    episodes ended: the return of a turn is the final reward, undiscounted. Raises UserError if the world told no states.
+    episodes ended: a turn's return is the final reward, undiscounted. Raises UserError if the world told no states.
     """
     members: dict[str, list[int]] = {}  # state → the member of each turn that began there
     for j, t in enumerate(group):
@@ -330,8 +330,8 @@ def turn_advantages(group: list[Trajectory], rewards: Sequence[float | None], cf
 
 
 def trained_rows(group: list[Trajectory], cfg: Config) -> list[tuple[Trajectory, Credit]]:
-    """The members of one task's group that are trained on, each with its advantage: `rollout.EXITS` says which. Members that
-    are not trained still count in the group's mean and std, if EXITS says so.
+    """The members of one task's group that are trained on, each with its advantage: `rollout.EXITS` says which, and which
+    count in the group's mean and std.
     """
     counted = [t.reward if EXITS[t.exit].counts else None for t in group]
     use = {True: True, False: False, "overlong": cfg.overlong == "train"}
@@ -346,7 +346,7 @@ def trained_rows(group: list[Trajectory], cfg: Config) -> list[tuple[Trajectory,
 
 
 def token_weights(rows: Sequence[Row], cfg: Config) -> list[float]:
-    """What each token of a row weighs in the mean over a whole minibatch, however that is cut into batches afterwards."""
+    """What each token of a row weighs in the mean over a whole minibatch, however that is cut into batches later."""
     n = [r.roles.count(Role.AGENT) for r in rows]
     if cfg.mean == "token":
         return [1 / sum(n)] * len(rows)
@@ -366,8 +366,8 @@ KL = {  # at a token that π_θ sampled; q = log π_ref, p = log π_θ (Schulman
 def grpo_loss(logp: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
     """Σ_t weight_t · [ −c_t · min(ρ_t A_t, clip(ρ_t, 1−ε_lo, 1+ε_hi) A_t) + β KL_t ]   over the N tokens of a batch.
 
-    logp [N]: log π_θ of the targets, with gradient. Weights are shares of the whole minibatch (`token_weights`): the losses
-    of its batches add up. Returns the loss and what is logged, summed over tokens (gap_max: the maximum).
+    logp [N]: log π_θ of the targets, with gradient. Weights are shares of the whole minibatch (`token_weights`): the
+    losses of its batches add up. Returns the loss and what is logged, summed over tokens (gap_max: the maximum).
     """
     A, weight, sampled, row = (t.to(logp.device) for t in (batch.advantage, batch.weight, batch.sampled, batch.row))
     old = sampled if batch.old is None else batch.old
@@ -400,8 +400,8 @@ def row_mean(x: Tensor, row: Tensor) -> Tensor:
 
 @dataclass
 class Guard:
-    """Lets an update pass only if its loss and gradient are finite. One that does not pass is skipped, and its batches are
-    saved in `folder`, to be looked at; `limit` of them in a row end the run (UserError).
+    """Lets an update pass only if its loss and gradient are finite. One that does not pass is skipped, and its batches
+    are saved in `folder`, to be looked at; `limit` of them in a row end the run (UserError).
     """
 
     folder: Path
@@ -418,8 +418,8 @@ class Guard:
         save_file(tensors, self.folder / f"{name}.safetensors")
         if self.in_a_row >= self.limit:
             raise UserError(
-                f"{name}: loss {loss:.3g}, gradient norm {norm:.3g}, and so {self.in_a_row} times in a row; the batches are in "
-                f"{self.folder}: look for what is not finite there, then start a new run, with a smaller --lr or --grad-clip"
+                f"{name}: loss {loss:.3g}, gradient norm {norm:.3g}, not finite {self.in_a_row} times in a row; look at the "
+                f"batches in {self.folder}, and start a new run, with a smaller --lr or --grad-clip"
             )
         return False
 
@@ -427,8 +427,8 @@ class Guard:
 def update(
     policy, reference, optimizer, rows: list[tuple[Trajectory, Credit]], cfg: Config, step, clock, guard
 ) -> dict:
-    """What one rollout teaches: `epochs` passes over its trajectories in the same `minibatches` minibatches, an optimizer
-    step each. Returns what is logged.
+    """What one rollout teaches: `epochs` passes over its trajectories in the same `minibatches` minibatches, an
+    optimizer step each. Returns what is logged.
     """
     order = list(rows)
     random.Random(f"minibatches {cfg.seed} {step}").shuffle(order)
@@ -512,8 +512,8 @@ class Stage:
     def play(
         self, tasks: list[Task], members: int, user: str, phase: str, step: int, first: int = 0
     ) -> list[list[Trajectory]]:
-        """The groups of all tasks, `members` conversations each from the same initial state. first: how many tasks of the
-        step were played before, so that no two share random numbers.
+        """The groups of all tasks, `members` conversations each from the same initial state. first: how many tasks of
+        the step were played before, so that no two share random numbers.
         """
         conversations = (
             self.conversation(task, user, phase, step, first + i, m)
@@ -543,9 +543,10 @@ def interval(task_means: Sequence[float], seed: int = 0, draws: int = 2000) -> t
 
 
 def scores(groups: list[list[Trajectory]]) -> dict:
-    """Success (mean over tasks), its interval, and pass^k over the tasks with at least k trials, `pass_k_tasks` of them.
-    Conversations without a reward (the user simulator failed) are left out of all three, so how many were planned, how many
-    counted (`n`), and which tasks have no result at all belong to the numbers.
+    """Success (mean over tasks), its interval, and pass^k over the `pass_k_tasks` tasks with at least k trials.
+
+    Conversations without a reward (the user simulator failed) are left out of all three, so how many were planned, how
+    many counted (`n`), and which tasks have no result at all belong to the numbers.
     """
     everyone = [[t.reward for t in g if t.reward is not None] for g in groups]
     known = [r for r in everyone if r]
@@ -1005,8 +1006,9 @@ def shares(values: dict[str, float]) -> str:
 
 
 def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
-    """One rollout: G conversations of each of the step's tasks, with the language-model user. For groups that teach nothing
-    up to `refill` further tasks are played (Dynamic Sampling: DAPO, 2503.14476 §3.2), the same ones whoever asks again.
+    """One rollout: G conversations of each of the step's tasks, with the language-model user. For groups that teach
+    nothing, up to `refill` further tasks are played (Dynamic Sampling: DAPO, 2503.14476 §3.2); a resumed run plays the
+    same ones.
     """
     cfg = job.cfg
     first = 1_000_000 + step * cfg.tasks  # beyond the demonstrations' tasks

@@ -83,7 +83,8 @@ MUTANTS = {
         "a lost connection is punished: reward falls whenever the user's service is down",
         ALGO + "what_each_exit_teaches"),
     "dropped_members_in_the_mean": Mutant(
-        "mua_rl.py", "known = [r for r in rewards if r is not None]\n    n =", "known = [r or 0.0 for r in rewards]\n    n =",
+        "mua_rl.py",
+        "known = [r for r in rewards if r is not None]\n    n =", "known = [r or 0.0 for r in rewards]\n    n =",
         "members without a reward still lower the group's mean: right answers look better than they are",
         WORLD + "a_member_whose_user_failed_changes_nothing_for_the_others"),
     "cut_members_not_in_the_mean": Mutant(
@@ -100,7 +101,8 @@ MUTANTS = {
         LOSS + "the_whole_loss_equals_its_float64_twin_for_every_combination"),
     # ── The loss ──
     "clip_ends_swapped": Mutant(
-        "mua_rl.py", "ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)", "ratio.clamp(1 - cfg.clip_high, 1 + cfg.clip_low)",
+        "mua_rl.py",
+        "ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)", "ratio.clamp(1 - cfg.clip_high, 1 + cfg.clip_low)",
         "Clip-Higher becomes Clip-Lower: entropy collapses as if it were not there",
         LOSS + "each_end_of_the_clip_stops_the_side_it_is_for"),
     "pessimism_turned_round": Mutant(
@@ -124,7 +126,8 @@ MUTANTS = {
         "the result depends on --micro-tokens: a lone long episode counts as much as fifty short ones",
         LOSS + "loss_and_gradient_do_not_depend_on_micro_batches_row_order_padding_or_packing"),
     "constant_that_is_none": Mutant(
-        "mua_rl.py", "1 / (cfg.tasks * cfg.group_size / cfg.minibatches * cfg.max_len)", "1 / (len(rows) * cfg.max_len)",
+        "mua_rl.py",
+        "1 / (cfg.tasks * cfg.group_size / cfg.minibatches * cfg.max_len)", "1 / (len(rows) * cfg.max_len)",
         "the denominator depends on what was dropped: the constant mean is biased after all",
         WORLD + "rloo_with_a_constant_mean_is_the_gradient_of_the_expected_reward"),
     "sequence_ratio_not_normalised": Mutant(
@@ -138,7 +141,8 @@ MUTANTS = {
         LOSS + "truncated_importance_weights_use_the_trainers_own_old_log_probs"),
     # ── The update ──
     "temperature_left_out_by_the_trainer": Mutant(
-        "mua_rl.py", "logp, entropy = logprobs(policy, batch, cfg.temperature)", "logp, entropy = logprobs(policy, batch)",
+        "mua_rl.py",
+        "logp, entropy = logprobs(policy, batch, cfg.temperature)", "logp, entropy = logprobs(policy, batch)",
         "the ratio gap is not 0 in the first minibatch, as soon as --temperature is not 1",
         LOSS + "an_update_is_gradient_descent_on_the_loss_written_out"),
     "temperature_left_out_by_the_reference": Mutant(
@@ -245,8 +249,9 @@ MUTANTS = {
         "pass^4 is too high, the more so the fewer trials there are",
         ALGO + "pass_1_and_pass_hat_k_are_unbiased"),
     "failed_users_in_the_score": Mutant(
-        "mua_rl.py", "[[t.reward for t in g if t.reward is not None] for g in groups]\n    known = [r for r in everyone if r]",
-        "[[t.reward or 0.0 for t in g] for g in groups]\n    known = [r for r in everyone if r]",
+        "mua_rl.py",
+        "everyone = [[t.reward for t in g if t.reward is not None] for g in groups]",
+        "everyone = [[t.reward or 0.0 for t in g] for g in groups]",
         "success falls when the user's service is down",
         ALGO + "scores_tell_how_much_they_rest_on"),
     # ── The model ──

@@ -1,4 +1,4 @@
-"""What surrounds the loss: advantages and exits, refilling, faulty tools, evaluation, random streams, refused choices."""
+"""What surrounds the loss: advantages, exits, refilling, faulty tools, evaluation, random streams, refused choices."""
 
 import dataclasses
 import itertools
@@ -113,18 +113,12 @@ def test_advantages_compare_within_a_task_never_over_the_batch(monkeypatch):
     groups = [[dataclasses.replace(trajectory("user_ended", r), metrics=metrics) for r in group] for group in rewards]
     tasks = [SHOP.task("train", 0, i) for i in range(2)]
     job = SimpleNamespace(
-        cfg=dataclasses.replace(CFG, advantage="dr_grpo"), clock=Clock(), policy=None, frozen=None, optimizers=[Optimizer()],
-        domain=SHOP, chat=CHAT, guard=None, state=State(), rollout_seconds=1.0, began=0.0,
+        cfg=dataclasses.replace(CFG, advantage="dr_grpo"), domain=SHOP, chat=CHAT, policy=None, frozen=None, guard=None,
+        optimizers=[SimpleNamespace(param_groups=[])], clock=Clock(), state=State(), rollout_seconds=1.0, began=0.0,
         run=SimpleNamespace(log=nothing, episodes=nothing), progress=SimpleNamespace(step=nothing),
     )  # fmt: skip
     mua_rl.learn(job, 0, groups, tasks)
     assert [a for _, a in seen] == [0.25, 0.25, 0.25, -0.75, 0.75, -0.25, -0.25, -0.25]
-
-
-class Optimizer:
-    """As much of one as a learning rate needs."""
-
-    param_groups = ({},)
 
 
 # ── Refilling ────────────────────────────────────────────────────────────────────────────────────────────────────────

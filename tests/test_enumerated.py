@@ -1,8 +1,8 @@
-"""A world so small that every conversation can be listed with its probability: what GRPO's estimators are worth on average.
+"""A world so small that every conversation can be listed with its probability: what estimators are worth on average.
 
-The conversations are the real `converse`: an agent of three tokens, one tool that fails at times, a user who sometimes
-insists. Every group of four of them goes through the real advantages, weights and loss, weighted by its probability; the sum's
-gradient is the expected estimator. Beside it stands the gradient of the expected reward, from the list of conversations.
+The conversations are the real `converse`: an agent of two tokens, one tool that jams at times, a user who sometimes
+insists. Every group of four of them goes through the real advantages, weights and loss, weighted by its probability; the
+sum's gradient is the expected estimator. Beside it stands the gradient of the expected reward, from the same list.
 `python tests/test_enumerated.py` prints the tables of docs/algorithm.md.
 """
 
@@ -107,7 +107,7 @@ class TinyChat:
 
 
 class Shelf:
-    """The domain. A user wants one thing taken; the tool jams with probability `jams`, the user insists in 3 of 10 cases."""
+    """Domain and user. One thing is to be taken; the tool jams with probability `jams`, the user insists with 0.3."""
 
     system = tools = None
 
@@ -142,7 +142,7 @@ TASK = Task("t", "train", "k", {"shelf": {"taken": {"n": 0}}}, (Call("once", {})
 
 
 def conversation(tape, jams):
-    """One episode whose every choice is the tape's. The policy sees `jams` too, so that two tasks share no parameter."""
+    """One episode, every choice of it the tape's. The policy sees `jams` too, so that tasks share no parameter."""
     shelf = Shelf(tape, jams)
     talk = converse(TASK, shelf, shelf, TinyChat(), LIMITS, (0,))
     try:
@@ -254,8 +254,8 @@ def test_rloo_with_a_constant_mean_is_the_gradient_of_the_expected_reward(n, ski
 
 
 def grpo_factor(p: float, n: int, eps: float = 1e-6) -> float:
-    """Σ over the number of other members that succeed: E[A | success] − E[A | failure], which for rewards of 0 and 1 is what
-    the gradient of the expected reward is multiplied with.
+    """E[A | success] − E[A | failure], over the number of other members that succeed: what multiplies the gradient of the
+    expected reward, if rewards are 0 and 1.
     """
     total = 0.0
     for others in range(n):

@@ -272,7 +272,7 @@ def test_each_end_of_the_clip_stops_the_side_it_is_for():
 
 
 def test_truncated_importance_weights_use_the_trainers_own_old_log_probs():
-    """A sampler that disagrees by a factor: ρ starts at 1 all the same, and each token weighs min(π_old / π_sampler, C)."""
+    """A sampler that disagrees by a factor: ρ starts at 1 all the same, and a token weighs min(π_old / π_sampler, C)."""
     old, A = torch.full((4,), -1.0), torch.ones(4)
     sampled = old - torch.tensor([0.0, 0.1, 2.0, -1.0])  # π_old / π_sampler = 1, 1.1, 7.4, 0.37
     cfg = dataclasses.replace(CFG, kl=0.0, tis=2.0)
@@ -283,8 +283,21 @@ def test_truncated_importance_weights_use_the_trainers_own_old_log_probs():
     assert float(stats["tis_cut"]) == 1 and float(stats["clip_frac"]) == 0
 
 
+def test_untruncated_weights_make_up_for_another_sampler_at_a_single_decision():
+    """Σ_x π_sampler(x) · c ρ A = Σ_x π_θ(x) A: its gradient is the policy gradient of π_θ, whatever sampled."""
+    logits = torch.randn(9, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    q, A = (torch.randn(9, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    q, p = q.log_softmax(-1), logits.log_softmax(-1)
+    want = torch.autograd.grad(-(p.exp() * A).sum(), logits, retain_graph=True)[0]
+    for C, exact in ((1e9, True), (1.0, False)):
+        cfg = dataclasses.replace(CFG, kl=0.0, tis=C)
+        batch = dataclasses.replace(loose(p, q, A, old=p.detach()), weight=q.exp())
+        got = torch.autograd.grad(grpo_loss(p, batch, cfg)[0], logits, retain_graph=True)[0]
+        assert torch.allclose(got, want, atol=1e-13) == exact
+
+
 def kl_terms(estimator, weighted):
-    """By enumeration of a vocabulary: expected value and expected gradient of β·KL_t in the loss, for tokens that π sampled."""
+    """By enumeration of a vocabulary: expected value and gradient of β·KL_t in the loss, for tokens that π sampled."""
     torch.manual_seed(0)
     logits, ref = torch.randn(11).requires_grad_(), torch.randn(11).log_softmax(-1)
     p = logits.log_softmax(-1)
