@@ -104,20 +104,20 @@ class Config:
     clip_low: float = 0.2  # ε_lo
     clip_high: float = 0.28  # ε_hi (Clip-Higher: DAPO, 2503.14476 §3.1)
     dual_clip: float = 0.0  # c > 1: where A < 0, no objective below c·A (1912.09729); 0: off. For stale samples
-    tis: float = 0.0  # C ≥ 1: weights min(π_old / π_sampler, C) where sampler and trainer differ; 0: off
+    tis: float = 0.0  # C ≥ 1: weights min(π_old / π_sampler, C), where sampler and trainer differ (Yao, 2025); 0: off
     kl: float = 0.003  # β: weight of KL(π_θ ‖ cold start); 0: no reference at all
     kl_estimator: str = "k3"  # k1, k2 or k3 (Schulman, 2020). In a loss, k2 has KL's gradient, k3 that of the reverse
-    kl_ratio: bool = False  # ρ_t in front of k1 or k3: then value and gradient are exact (2512.02556 eq. 7)
+    kl_ratio: bool = False  # π_θ/π_sampler in front of k1 or k3: then value and gradient are exact (2512.02556 eq. 7)
     turn_credit: float = 0.0  # ω: weight of an advantage among turns that began in the same database state (2505.10978)
     refill: int = 0  # tasks a step may draw in place of those that teach nothing (Dynamic Sampling: DAPO §3.2)
-    max_skipped: int = 5  # updates in a row whose loss or gradient is not finite, before the run stops
-    tool_faults: float = 0.0  # probability that a tool call times out or fails, in training and evaluation
     grad_clip: float = 1.0
+    max_skipped: int = 5  # updates in a row whose loss or gradient is not finite, before the run stops
     temperature: float = 1.0  # of the agent, in training and in evaluation
     user_temperature: float = 0.2
     skip_equal: bool = True  # leave out groups whose rewards are all equal: only the KL term could move them
     overlong: str = "mask"  # what cut conversations teach: "mask" nothing (DAPO §3.4), "train" reward 0
 
+    tool_faults: float = 0.0  # probability that a tool call times out or fails, in training and in evaluation
     max_turns: int = 24
     max_new: int = 48  # tokens a turn, agent
     user_max_new: int = 40
@@ -194,25 +194,21 @@ def check_objective(cfg: Config) -> None:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} {getattr(cfg, name)}: choose {', '.join(choices[:-1])} or {choices[-1]}")
     if cfg.dual_clip and not 1 < cfg.dual_clip < math.inf:
-        raise UserError(
-            f"--dual-clip {cfg.dual_clip}: at or below 1 nothing bad would be unlearned; give 3, or 0 for off"
-        )
+        raise UserError(f"--dual-clip {cfg.dual_clip}: at 1 or less nothing bad is unlearned; give 3, or 0 for off")
     if cfg.tis and not 1 <= cfg.tis < math.inf:
         raise UserError(f"--tis {cfg.tis}: below 1 it would cut tokens that agree; give 2, or 0 for off")
     if cfg.kl and cfg.kl_estimator == "k1" and not cfg.kl_ratio:
         raise UserError("--kl-estimator k1: as a loss its expected gradient is 0; add --kl-ratio, or choose k2 or k3")
     if cfg.kl_ratio and cfg.kl_estimator == "k2":
-        raise UserError(
-            "--kl-ratio --kl-estimator k2: k2 has the right gradient without a ratio; leave one of them out"
-        )
+        raise UserError("--kl-ratio --kl-estimator k2: k2's gradient is right without a ratio; leave one of them out")
     if cfg.kl_ratio and not cfg.kl:
         raise UserError("--kl-ratio --kl 0: there is no KL term to weigh; give --kl, or leave --kl-ratio out")
     if cfg.turn_credit and cfg.ratio == "sequence":
         raise UserError(
-            "--turn-credit --ratio sequence: one ratio an episode would spread a turn's credit over all turns"
+            f"--turn-credit {cfg.turn_credit}: --ratio sequence would spread it over all turns; choose token"
         )
     if cfg.refill and not cfg.skip_equal:
-        raise UserError("--refill --no-skip-equal: only skipped groups are refilled; leave one of them out")
+        raise UserError(f"--refill {cfg.refill}: --no-skip-equal leaves no group to refill; leave one of them out")
 
 
 # ── Batch: the only place that shifts targets by one and derives the mask ────────────────────────────────────────────
@@ -436,16 +432,13 @@ def update(
     for part in (order[i :: cfg.minibatches] for i in range(min(cfg.minibatches, len(order)))):
         trajectories, A = zip(*part, strict=True)
         parts.append(micro_batches(trajectories, A, cfg.micro_tokens, token_weights(trajectories, cfg)))
-    with clock("reference"), torch.no_grad():  # all that stays as it is while π_θ moves
-        for name, model, wanted in (("ref", reference, cfg.kl), ("old", policy, cfg.tis)):
-            if wanted:
-                fixed = lambda b, model=model: logprobs(model, b, cfg.temperature)[0]
-                parts = [[dataclasses.replace(b, **{name: fixed(b)}) for b in part] for part in parts]
-    seen, first, norms = (
-        [],
-        [],
-        [],
-    )  # what was logged of each batch that taught; of the first minibatch's; gradient norms
+    with clock("reference"), torch.no_grad():  # what stays as it is while π_θ moves
+        fixed = lambda model, b: logprobs(model, b, cfg.temperature)[0]
+        if cfg.kl:
+            parts = [[dataclasses.replace(b, ref=fixed(reference, b)) for b in part] for part in parts]
+        if cfg.tis:
+            parts = [[dataclasses.replace(b, old=fixed(policy, b)) for b in part] for part in parts]
+    seen, first, norms = [], [], []  # what is logged: of the batches that taught; of the first minibatch, taught or not
     for k, part in enumerate(parts * cfg.epochs):
         new = []
         with clock("training"):
@@ -456,18 +449,15 @@ def update(
                 stats |= {"entropy": entropy.sum(), "tokens": len(logp)}
                 new.append({name: float(value) for name, value in stats.items()})
             norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip))
-            if guard.passes(sum(s["loss"] for s in new), norm, part, f"step {step} update {k}"):
+            if guard.passes(sum(s["loss"] for s in new), norm, part, f"step{step}-update{k}"):
                 optimizer.step()
                 seen += new
                 norms.append(norm)
             optimizer.zero_grad(set_to_none=True)
         first = first or new  # before the first update the policy is the sampler's: the ratio should be 1
     total = lambda name, among=seen: sum(s[name] for s in among)
-    means = (
-        {name: total(name) / total("tokens") for name in seen[0] if not name.startswith(("gap", "tokens"))}
-        if seen
-        else {}
-    )
+    n = max(1, total("tokens"))
+    means = {name: total(name) / n for name in new[0] if not name.startswith(("gap", "tokens"))}
     return means | {
         "grad_norm": sum(norms) / max(1, len(norms)),
         "gap_max": max(s["gap_max"] for s in first),

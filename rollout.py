@@ -100,7 +100,7 @@ def converse(
     for _ in range(limits.max_turns):
         if (room := limits.max_len - len(ctx.ids)) <= 0:
             return finish("context_full")
-        if hasattr(world, "state"):
+        if hasattr(world, "state"):  # for credit by turn; a world need not have it
             log.states.append(world.state())
         yield Sample("agent", ctx, min(limits.max_new, room))
         text = chat.said(ctx)

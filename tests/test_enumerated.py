@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import mua_rl  # noqa: E402
 from chat import Context, Role, turn_text  # noqa: E402
 from mua_rl import Config, advantages, grpo_loss, make_batch, token_weights, trained_rows  # noqa: E402
-from rollout import Limits, converse  # noqa: E402
+from rollout import EXITS, Limits, converse  # noqa: E402
 from tools import Call, Task, World  # noqa: E402
 from user_sim import Heard  # noqa: E402
 
@@ -183,9 +183,9 @@ class Listed:
 
 @functools.cache
 def listed(jams: float) -> Listed:
-    paths = {}  # those that no estimator can tell apart, since they differ after the agent's last token, are one
+    paths = {}  # those that no estimator can tell apart are one
     for tape, t in every_path(lambda tape: conversation(tape, jams)):
-        key = (*tape.decisions, t.exit, t.reward, t.states)
+        key = (*tape.decisions, t.states, t.reward, EXITS[t.exit].trained)
         paths[key] = (paths.get(key, (0.0,))[0] + tape.nature, tape.decisions, t)
     paths = list(paths.values())
     g = torch.Generator().manual_seed(0)
@@ -235,7 +235,7 @@ def factor(of: torch.Tensor, exact: torch.Tensor) -> float:
 
 def test_the_list_is_whole_and_holds_every_exit():
     task = listed(EASY)
-    assert len(task.P) == 14 and sum(task.P).item() == pytest.approx(1, abs=1e-14)
+    assert len(task.P) == 12 and sum(task.P).item() == pytest.approx(1, abs=1e-14)
     assert {t.exit for t in task.trajectories} == {"user_ended", "turn_limit", "reply_full"}
     assert task.J.item() > 0.5 and listed(HARD).J.item() < 0.05
     assert {r.count(Role.AGENT) for r in (t.roles for t in task.trajectories)} == {1, 2, 3, 4}

@@ -201,12 +201,12 @@ def test_the_whole_loss_equals_its_float64_twin_for_every_combination(kind, over
     plain = [dict(enumerate(x.tolist())) for x in (logp, old, ref)]
     for cfg in combinations(
         advantage=[kind], mean=[over], ratio=["token", "sequence"], kl=KLS, dual_clip=[0.0, 1.5], tis=[0.0, 1.3],
-        overlong=["mask", "train"], turn_credit=[0.0, 0.7], skip_equal=[True, False],
+        cut=[{"overlong": "mask"}, {"overlong": "train", "skip_equal": False}], turn_credit=[0.0, 0.7],
     ):  # fmt: skip
         want = twin_loss(twin_rows(groups, cfg), cfg, plain[0], sampled_of(groups), *plain[1:])
         assert float(our_loss(groups, cfg, logp, old, ref)) == pytest.approx(want, abs=1e-12, rel=1e-12), cfg
         n += 1
-    assert n == 240
+    assert n == 120
 
 
 def test_gradient_equals_the_twins_and_gradcheck():
@@ -433,7 +433,7 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_row_order_padding_or_p
     loss, grad = gradient(policy, [make_batch(rows, A, token_weights(rows, cfg))], cfg)
     assert grad.abs().max() > 1e-4
     order = list(range(len(rows)))
-    for tokens in (10_000, 50, 1):  # one batch; a few; one row each, without padding
+    for tokens in (50, 1):  # a few batches; one row each, without padding
         random.Random(tokens).shuffle(order)
         mixed, credit = [rows[i] for i in order], [A[i] for i in order]
         cut = micro_batches(mixed, credit, tokens, token_weights(mixed, cfg))
@@ -484,7 +484,7 @@ def slow_update(policy, reference, groups, cfg, lr):
 ], ids=str)  # fmt: skip
 def test_an_update_is_gradient_descent_on_the_loss_written_out(changes, tmp_path):
     """Micro-batches, one denominator, temperature in policy, old and reference: against one trajectory at a time."""
-    cfg, groups = dataclasses.replace(CFG, micro_tokens=40, grad_clip=1e9, **changes), episodes(5)
+    cfg, groups = dataclasses.replace(CFG, micro_tokens=40, grad_clip=1e9, **changes), episodes(5)[:2]
     policy, slow, reference = tiny_model(1), tiny_model(1), tiny_model(2)
     start = [p.clone() for p in policy.parameters()]
     rows = [pair for g in groups for pair in trained_rows(g, cfg)]
@@ -552,11 +552,11 @@ def test_an_update_that_is_not_finite_is_skipped_saved_and_ends_the_run_if_it_go
         assert values["skipped_updates"] == 1 and values["trained_tokens"] == 0
         assert all(math.isfinite(v) for k, v in values.items() if not k.startswith("gap"))
     assert all(torch.equal(p, q) and p.grad is None for p, q in zip(policy.parameters(), before, strict=True))
-    saved = load_file(tmp_path / "skipped" / "step 1 update 0.safetensors")
+    saved = load_file(tmp_path / "skipped" / "step1-update0.safetensors")
     assert saved["0.ids"][0].tolist() == list(wild.ids) and saved["0.sampled"].min() == -1e4
     assert once(rows[1], 2)["skipped_updates"] == 0 and guard.in_a_row == 0  # a good one: counted from the start again
     once(wild, 3)
     once(wild, 4)
-    with pytest.raises(UserError, match=r"step 5 update 0: .* 3 times in a row") as error:
+    with pytest.raises(UserError, match=r"step5-update0: .* 3 times in a row") as error:
         once(wild, 5)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
