@@ -129,7 +129,7 @@ MUTANTS = {
         "mua_rl.py",
         "1 / (cfg.tasks * cfg.group_size / cfg.minibatches * cfg.max_len)", "1 / (len(rows) * cfg.max_len)",
         "the denominator depends on what was dropped: the constant mean is biased after all",
-        WORLD + "rloo_with_a_constant_mean_is_the_gradient_of_the_expected_reward"),
+        LOSS + "a_constant_mean_does_not_depend_on_what_was_sampled_or_dropped"),
     "sequence_ratio_not_normalised": Mutant(
         "mua_rl.py", "(total.index_add(0, row, x) / total.index_add(0, row, torch.ones_like(x)))[row]",
         "total.index_add(0, row, x)[row]",
@@ -217,7 +217,7 @@ MUTANTS = {
     "resume_skips_a_step": Mutant(
         "mua_rl.py", "yield self.state.step\n", "yield self.state.step + bool(self.cfg.resume)\n",
         "a resumed run never sees the tasks of one step, and its weights differ from an unbroken one's",
-        "test_run.py::test_ctrl_c_finishes_the_step_and_resumes_to_the_same_bits"),
+        ALGO + "a_resumed_run_skips_no_step_and_repeats_none"),
     "resume_without_optimizer_state": Mutant(
         "mua_rl.py", "restore_optimizers(job.optimizers, tensors, folder)", "pass",
         "after each resume the loss jumps and recovers: Adam begins anew",

@@ -1,5 +1,6 @@
 """What surrounds the loss: advantages, exits, refilling, faulty tools, evaluation, random streams, refused choices."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -155,6 +156,33 @@ def test_groups_that_teach_nothing_are_refilled_up_to_the_cap():
         seen.update(tasks)
     assert max(seen.values()) == 1 and 130 < len(seen) < 280  # no task comes twice in a run
     assert len(refilled(cfg, 0, lambda t: True)[0]) == 6 and len(refilled(cfg, 0, lambda t: False)[0]) == 14
+
+
+def process(saved: State, resume: str, interrupted_at=None, killed_at=None) -> list[int]:
+    """One process of a run of five steps: the steps whose outcome it left in the checkpoint `saved`."""
+    done, kept = [], []
+
+    def save():
+        saved.step = job.state.step
+        kept.extend(done)
+        done.clear()
+
+    cfg, state = dataclasses.replace(CFG, resume=resume), dataclasses.replace(saved)
+    job = SimpleNamespace(cfg=cfg, state=state, interrupted=False, wall=lambda: 0.0, save=save)
+    with contextlib.suppress(mua_rl.Stop):
+        for step in mua_rl.Job.steps(job, "rl", 5):
+            if step == killed_at:
+                break
+            done.append(step)
+            job.interrupted = step == interrupted_at
+    return kept
+
+
+@pytest.mark.parametrize("how", ["interrupted_at", "killed_at"])
+def test_a_resumed_run_skips_no_step_and_repeats_none(how):
+    for step in range(5):
+        saved = State("rl")
+        assert process(saved, "", **{how: step}) + process(saved, "run") == [0, 1, 2, 3, 4]
 
 
 # ── Faulty tools ─────────────────────────────────────────────────────────────────────────────────────────────────────

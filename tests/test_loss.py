@@ -442,6 +442,15 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_row_order_padding_or_p
         assert again == pytest.approx(loss, abs=1e-13) and (grad2 - grad).abs().max() < 1e-13
 
 
+def test_a_constant_mean_does_not_depend_on_what_was_sampled_or_dropped():
+    rows, _ = flat()
+    for over in mua_rl.CHOICES["mean"]:
+        cfg = dataclasses.replace(CFG, mean=over)
+        same = token_weights(rows, cfg)[:3] == token_weights(rows[:3], cfg) == token_weights(rows[3:6], cfg)
+        assert same == (over == "constant")
+    assert token_weights(rows[:1], cfg) == [1 / (3 * 4 * 60)]  # tasks · G · max_len, in one minibatch
+
+
 def test_temperature_is_the_samplers():
     """The numbers of huggingface/trl#4159: logits 2, 1, 0, −1 sampled at temperature 0.6."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
