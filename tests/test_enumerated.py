@@ -3,7 +3,7 @@
 The conversations are the real `converse`: an agent of two tokens, one tool that jams at times, a user who sometimes
 insists. Every group of four of them goes through the real advantages, weights and loss, weighted by its probability; the
 sum's gradient is the expected estimator. Beside it stands the gradient of the expected reward, from the same list.
-`python tests/test_enumerated.py` prints the tables of docs/algorithm.md.
+`PYTHONPATH=. python tests/test_enumerated.py` prints the tables of docs/algorithm.md.
 """
 
 import collections
@@ -11,22 +11,19 @@ import dataclasses
 import functools
 import itertools
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import mua_rl
+from chat import Context, Role, turn_text
+from mua_rl import Config, advantages, grpo_loss, make_batch, token_weights, trained_rows
+from rollout import EXITS, Limits, converse
+from tools import Call, Task, World
+from user_sim import Heard
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-import mua_rl  # noqa: E402
-from chat import Context, Role, turn_text  # noqa: E402
-from mua_rl import Config, advantages, grpo_loss, make_batch, token_weights, trained_rows  # noqa: E402
-from rollout import EXITS, Limits, converse  # noqa: E402
-from tools import Call, Task, World  # noqa: E402
-from user_sim import Heard  # noqa: E402
-
 CFG = Config(tasks=1, group_size=4, minibatches=1, kl=0.0, max_len=10, overlong="train")
 LIMITS = Limits(max_turns=2, max_new=2, max_len=100, max_malformed=9)
 TAKE, END = 6, 7  # what the agent can sample: TAKE END is a call, END alone says "Done.", TAKE TAKE is cut off
@@ -323,7 +320,7 @@ def test_which_choices_are_biased_and_the_docs_say_by_how_much():
     assert biases()["grpo, constant"][1] > 1.05  # dividing by the std favours what nearly always fails (or succeeds)
     docs = (ROOT / "docs" / "algorithm.md").read_text()
     missing = [line for line in tables() if line not in docs]
-    assert not missing, "docs/algorithm.md is stale: paste what `python tests/test_enumerated.py` prints"
+    assert not missing, "docs/algorithm.md is stale: paste what `PYTHONPATH=. python tests/test_enumerated.py` prints"
 
 
 def test_a_member_whose_user_failed_changes_nothing_for_the_others():
