@@ -11,8 +11,10 @@ What it leaves out: more than one process or node. The same environment can be h
 import contextlib
 import dataclasses
 import errno
+import functools
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -30,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
@@ -42,7 +44,7 @@ from domains import shop
 from kernels.logprob import linear_logprob
 from rollout import EXITS, Limits, Sampler, Trajectory, converse, rollout
 from run import Clock, Progress, Run, State, checkpoint_of, load_state, restore_optimizers, save_checkpoint, write_whole
-from tools import Task, play
+from tools import FaultyTools, Task, play
 from user_sim import GUIDE, STOP, UNJUDGED, Heard, ModelUser, ScriptedUser, user_fault
 
 PROCESS_START = time.time() - time.process_time()  # imports included, more or less
@@ -94,16 +96,35 @@ class Config:
     lr: float = 5e-4
     warmup: int = 5
     cooldown: float = 0.3  # share of the steps in which the learning rate falls to 10 %
-    minibatches: int = 2  # optimizer steps a batch
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl: float = 0.003  # β: weight of KL(π_θ ‖ cold start)
+    minibatches: int = 2  # optimizer steps an epoch
+    epochs: int = 1  # passes over a batch (PPO, 1707.06347, algorithm 1)
+    # The objective: a closed set of choices. docs/algorithm.md has each one's equation, bias, and when to use it.
+    # grpo: (r − mean) / std (2402.03300 §4.1.2); dr_grpo: r − mean (2503.20783 §3.2); rloo: r − mean of the others
+    # (2402.14740), the only one whose expectation is the gradient of the expected reward
+    advantage: str = "grpo"
+    # token: ρ_t, each token's own (2402.03300 eq. 3); sequence: their geometric mean over an episode (GSPO, 2507.18071
+    # eq. 7), which wants clips of 3e-4 and 4e-4
+    ratio: str = "token"
+    # token: every token of a minibatch counts alike (DAPO, 2503.14476 §3.3); sequence: every episode does (2402.03300
+    # eq. 3); constant: sum / (episodes · max_len), unbiased (2503.20783 §3.2)
+    mean: str = "token"
+    clip_low: float = 0.2  # ε_lo
+    clip_high: float = 0.28  # ε_hi (Clip-Higher: DAPO, 2503.14476 §3.1)
+    dual_clip: float = 0.0  # c > 1: where A < 0, no objective below c·A (1912.09729); 0: off. For stale samples
+    tis: float = 0.0  # C ≥ 1: weights min(π_old / π_sampler, C), where sampler and trainer differ (Yao, 2025); 0: off
+    kl: float = 0.003  # β: weight of KL(π_θ ‖ cold start); 0: no reference at all
+    kl_estimator: str = "k3"  # k1, k2 or k3 (Schulman, 2020). In a loss, k2 has KL's gradient, k3 that of the reverse
+    kl_ratio: bool = False  # π_θ/π_sampler in front of k1 or k3: then value and gradient are exact (2512.02556 eq. 7)
+    turn_credit: float = 0.0  # ω: weight of an advantage among turns that began in the same database state (2505.10978)
+    refill: int = 0  # tasks a step may draw in place of those that teach nothing (Dynamic Sampling: DAPO §3.2)
     grad_clip: float = 1.0
+    max_skipped: int = 5  # updates in a row whose loss or gradient is not finite, before the run stops
     temperature: float = 1.0  # of the agent, in training and in evaluation
     user_temperature: float = 0.2
     skip_equal: bool = True  # leave out groups whose rewards are all equal: only the KL term could move them
-    overlong: str = "mask"  # what cut conversations teach: "mask" nothing, "train" reward 0
+    overlong: str = "mask"  # what cut conversations teach: "mask" nothing (DAPO §3.4), "train" reward 0
 
+    tool_faults: float = 0.0  # probability that a tool call times out or fails, in training and in evaluation
     max_turns: int = 24
     max_new: int = 48  # tokens a turn, agent
     user_max_new: int = 40
@@ -148,8 +169,6 @@ def check_config(cfg: Config) -> None:
     """Refuses values that can't work. Raises UserError with the value and the remedy."""
     if cfg.group_size < 2:
         raise UserError(f"--group-size {cfg.group_size}: a group's advantage compares its members; give 2 or more")
-    if cfg.overlong not in ("mask", "train"):
-        raise UserError(f"--overlong {cfg.overlong}: choose mask or train")
     if cfg.user not in ("lm", "scripted"):
         raise UserError(f"--user {cfg.user}: choose lm or scripted")
     if cfg.dtype not in DTYPES:
@@ -164,16 +183,19 @@ def check_config(cfg: Config) -> None:
         )
     positive = (
         "tasks layers width heads kv_heads mlp sft_talks sft_lr sft_lr_rest lr max_turns max_new user_max_new max_len "
-        "user_max_len slots "
-        "threads micro_tokens minibatches trials grad_clip"
+        "user_max_len slots threads micro_tokens minibatches trials grad_clip epochs max_skipped"
     )
     for name in positive.split():
         if not 0 < getattr(cfg, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give a number above 0")
-    for name in "lora_rank steps sft_steps minutes save_seconds kl user_temperature eval_tasks test_tasks eval_every seed warmup clip_high".split():
+    at_least_0 = (
+        "lora_rank steps sft_steps minutes save_seconds kl user_temperature eval_tasks test_tasks eval_every seed warmup "
+        "clip_high turn_credit refill"
+    )
+    for name in at_least_0.split():
         if not 0 <= getattr(cfg, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give 0 or more")
-    for name in "two forbidden changed slip cooldown sft_cooldown clip_low".split():
+    for name in "two forbidden changed slip cooldown sft_cooldown clip_low tool_faults".split():
         if not 0 <= getattr(cfg, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give a share between 0 and 1")
     if cfg.width % cfg.heads or cfg.heads % cfg.kv_heads or cfg.width // cfg.heads % 2:
@@ -183,6 +205,40 @@ def check_config(cfg: Config) -> None:
         )
     if cfg.tasks < cfg.minibatches:
         raise UserError(f"--minibatches {cfg.minibatches}: at most --tasks ({cfg.tasks})")
+    check_objective(cfg)
+
+
+CHOICES = {
+    "advantage": ("grpo", "dr_grpo", "rloo"),
+    "ratio": ("token", "sequence"),
+    "mean": ("token", "sequence", "constant"),
+    "kl_estimator": ("k1", "k2", "k3"),
+    "overlong": ("mask", "train"),
+}
+
+
+def check_objective(cfg: Config) -> None:
+    """Refuses an unknown choice, and combinations that make no sense, with the reason. Raises UserError."""
+    for name, choices in CHOICES.items():
+        if getattr(cfg, name) not in choices:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} {getattr(cfg, name)}: choose {', '.join(choices[:-1])} or {choices[-1]}")
+    if cfg.dual_clip and not 1 < cfg.dual_clip < math.inf:
+        raise UserError(f"--dual-clip {cfg.dual_clip}: at 1 or less nothing bad is unlearned; give 3, or 0 for off")
+    if cfg.tis and not 1 <= cfg.tis < math.inf:
+        raise UserError(f"--tis {cfg.tis}: below 1 it would cut tokens that agree; give 2, or 0 for off")
+    if cfg.kl and cfg.kl_estimator == "k1" and not cfg.kl_ratio:
+        raise UserError("--kl-estimator k1: as a loss its expected gradient is 0; add --kl-ratio, or choose k2 or k3")
+    if cfg.kl_ratio and cfg.kl_estimator == "k2":
+        raise UserError("--kl-ratio --kl-estimator k2: k2's gradient is right without a ratio; leave one of them out")
+    if cfg.kl_ratio and not cfg.kl:
+        raise UserError("--kl-ratio --kl 0: there is no KL term to weigh; give --kl, or leave --kl-ratio out")
+    if cfg.turn_credit and cfg.ratio == "sequence":
+        raise UserError(
+            f"--turn-credit {cfg.turn_credit}: --ratio sequence would spread it over all turns; choose token"
+        )
+    if cfg.refill and not cfg.skip_equal:
+        raise UserError(f"--refill {cfg.refill}: --no-skip-equal leaves no group to refill; leave one of them out")
 
 
 # ── Batch: the only place that shifts targets by one and derives the mask ────────────────────────────────────────────
@@ -197,15 +253,22 @@ class Batch:
     row: Tensor  # [N] which row …
     at: Tensor  # [N] … and which position predicts …
     targets: Tensor  # [N] … this token, found at position at + 1
-    old: Tensor  # [N] log π_old of the target; nan for demonstrations
-    advantage: Tensor  # [N] A of the target's trajectory
+    sampled: Tensor  # [N] the sampler's log-prob of the target; nan for demonstrations
+    advantage: Tensor  # [N] A of the target's trajectory, or turn
+    weight: Tensor  # [N] the target's share in the mean over the minibatch
+    old: Tensor | None = None  # [N] log π_old of the target; None: the sampler's is taken for it
+    ref: Tensor | None = None  # [N] log π_ref of the target; None: no KL term
 
 
 Row = Context | Trajectory  # anything with ids, roles, logprobs
+Credit = float | list[float]  # the advantage of a whole trajectory, or of each of its AGENT tokens
 
 
-def make_batch(rows: Sequence[Row], advantages: Sequence[float]) -> Batch:
-    """Pack rows. Raises AssertionError if a token is AGENT without a sampled log-prob beside sampled ones, or the reverse."""
+def make_batch(rows: Sequence[Row], advantages: Sequence[Credit], weights: Sequence[float] | None = None) -> Batch:
+    """Pack rows. weights: of each token of a row, 1 by default.
+
+    Raises AssertionError if a token is AGENT without a sampled log-prob beside sampled ones, or the reverse.
+    """
     L = max(len(r.ids) for r in rows)
     ids = torch.zeros(len(rows), L, dtype=torch.long)
     mask = torch.zeros(len(rows), L, dtype=torch.bool)
@@ -219,12 +282,16 @@ def make_batch(rows: Sequence[Row], advantages: Sequence[float]) -> Batch:
     sampled = ~logprobs.isnan()
     assert bool(((sampled == mask) | ~sampled.any(1, keepdim=True)).all()), "AGENT tokens are those that were sampled"
     row, position = mask.nonzero(as_tuple=True)
-    advantage = torch.tensor(advantages, dtype=torch.float)[row]
+    credit = [torch.tensor(a).expand(n) for a, n in zip(advantages, mask.sum(1).tolist(), strict=True)]
+    weight = torch.tensor(weights or [1.0] * len(rows))[row]
     lengths = torch.tensor([len(r.ids) for r in rows])
-    return Batch(ids, lengths, row, position - 1, ids[row, position], logprobs[row, position], advantage)
+    at, targets = position - 1, ids[row, position]
+    return Batch(ids, lengths, row, at, targets, logprobs[row, position], torch.cat(credit), weight)
 
 
-def micro_batches(rows: Sequence[Row], advantages: Sequence[float], tokens: int) -> list[Batch]:
+def micro_batches(
+    rows: Sequence[Row], advantages: Sequence[Credit], tokens: int, weights: Sequence[float] | None = None
+) -> list[Batch]:
     """Rows of like length together, each batch at most `tokens` with padding (one row at least)."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
     batches, chosen = [], []
@@ -234,7 +301,8 @@ def micro_batches(rows: Sequence[Row], advantages: Sequence[float], tokens: int)
             chosen = []
         chosen.append(i)
     batches.append(chosen)
-    return [make_batch([rows[i] for i in b], [advantages[i] for i in b]) for b in batches]
+    weights = weights or [1.0] * len(rows)
+    return [make_batch([rows[i] for i in b], [advantages[i] for i in b], [weights[i] for i in b]) for b in batches]
 
 
 def logprobs(policy: models.Decoder, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -248,86 +316,188 @@ def logprobs(policy: models.Decoder, batch: Batch, temperature: float = 1.0) -> 
 # ── Advantages and loss ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def advantages(rewards: Sequence[float | None], eps: float = 1e-6) -> list[float]:
-    """A_j = (r_j − mean r) / (std r + ε) within one group (GRPO, arXiv 2402.03300 §4.1.2; std of the population).
+def advantages(rewards: Sequence[float | None], kind: str = "grpo", eps: float = 1e-6) -> list[float]:
+    """How much better each member of one group did than the group (r̄: mean, std: of the population, ÷ n).
+
+    grpo     A_j = (r_j − r̄) / (std r + ε)                                  arXiv 2402.03300 §4.1.2
+    dr_grpo  A_j = r_j − r̄                                                  arXiv 2503.20783 §3.2
+    rloo     A_j = r_j − mean of the other rewards = (r_j − r̄) · n/(n − 1)   arXiv 2402.14740
 
     A member without a reward (None: the user simulator failed) takes no part and gets 0. A group whose rewards are all
-    equal teaches nothing: all 0.
+    equal, but for rounding (1e-6), teaches nothing: all 0.
     """
     known = [r for r in rewards if r is not None]
-    if len(known) < 2 or max(known) - min(known) < 1e-6:
+    n = len(known)
+    if n < 2 or max(known) - min(known) < 1e-6 * max(1.0, *map(abs, known)):
         return [0.0] * len(rewards)
-    mean = sum(known) / len(known)
-    std = math.sqrt(sum((r - mean) ** 2 for r in known) / len(known))
-    return [0.0 if r is None else (r - mean) / (std + eps) for r in rewards]
+    mean = sum(known) / n
+    std = math.sqrt(sum((r - mean) ** 2 for r in known) / n)
+    scale = {"grpo": std + eps, "dr_grpo": 1.0, "rloo": (n - 1) / n}[kind]
+    return [0.0 if r is None else (r - mean) / scale for r in rewards]
 
 
-def grpo_loss(logp: Tensor, ref: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    """−min(ρ_t A, clip(ρ_t, 1−ε_lo, 1+ε_hi) A) + β KL_t, summed over the N tokens of a batch.
+def turn_advantages(group: list[Trajectory], rewards: Sequence[float | None], cfg: Config) -> list[list[float]]:
+    """For each AGENT token of each member: A_j + ω·A_turn (GiGPO, arXiv 2505.10978 §4).
 
-    logp, ref: [N] log π_θ (with gradient) and log π_ref. The caller divides by the number of tokens of the whole batch.
+    A_turn compares all turns of the group that began in the same database state (`Trajectory.states`) by how their
+    episodes ended: a turn's return is the final reward, undiscounted. Raises UserError if the world told no states.
     """
-    A = batch.advantage.to(logp.device)
-    ratio = (logp - batch.old.to(logp.device)).exp()  # ρ_t = π_θ / π_old
-    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    surrogate = torch.minimum(ratio * A, clipped * A)
-    kl = (ref - logp).exp() - (ref - logp) - 1  # k3 estimator of KL(π_θ ‖ π_ref), ≥ 0 (Schulman, 2020)
-    loss = (-surrogate + cfg.kl * kl).sum()
-    with torch.no_grad():
-        outside = ((ratio * A) > surrogate).sum()
-        stats = {
-            "kl": kl.sum(),
-            "clip_frac": outside,
-            "gap_mean": (ratio - 1).abs().sum(),
-            "gap_max": (ratio - 1).abs().max(),
-        }
-    return loss, stats
+    members: dict[str, list[int]] = {}  # state → the member of each turn that began there
+    for j, t in enumerate(group):
+        for state in t.states:
+            members.setdefault(state, []).append(j)
+    step = {}  # (state, member) → A_turn: two turns of one member in one state share it
+    for state, js in members.items():
+        step |= zip([(state, j) for j in js], advantages([rewards[j] for j in js], cfg.advantage), strict=True)
+    out = []
+    for j, (t, A) in enumerate(zip(group, advantages(rewards, cfg.advantage), strict=True)):
+        turns = [len(list(run)) for role, run in itertools.groupby(t.roles) if role == Role.AGENT]  # tokens of each
+        if len(turns) > len(t.states):
+            raise UserError(f"--turn-credit {cfg.turn_credit}: this domain's worlds have no state(); give 0")
+        credit = [A + cfg.turn_credit * step[state, j] for state in t.states]
+        out.append([a for a, n in zip(credit, turns, strict=False) for _ in range(n)])
+    return out
 
 
-def trained_rows(group: list[Trajectory], cfg: Config) -> list[tuple[Trajectory, float]]:
-    """The members of one task's group that are trained on, each with its advantage: `rollout.EXITS` says which."""
+def trained_rows(group: list[Trajectory], cfg: Config) -> list[tuple[Trajectory, Credit]]:
+    """The members of one task's group that are trained on, each with its advantage: `rollout.EXITS` says which, and which
+    count in the group's mean and std.
+    """
     counted = [t.reward if EXITS[t.exit].counts else None for t in group]
     use = {True: True, False: False, "overlong": cfg.overlong == "train"}
     if sum(r is not None for r in counted) < 2:
         return []  # nothing to compare with
-    pairs = zip(group, advantages(counted), strict=True)
-    return [(t, a) for t, a in pairs if use[EXITS[t.exit].trained] and (a != 0 or not cfg.skip_equal)]
+    A = turn_advantages(group, counted, cfg) if cfg.turn_credit else advantages(counted, cfg.advantage)
+    return [
+        (t, a)
+        for t, a in zip(group, A, strict=True)
+        if use[EXITS[t.exit].trained] and Role.AGENT in t.roles and (np.any(a) or not cfg.skip_equal)
+    ]
 
 
-def update(policy, reference, optimizer, rows: list[tuple[Trajectory, float]], cfg: Config, step: int, clock) -> dict:
-    """One GRPO update from the trajectories of one rollout: `minibatches` optimizer steps. Returns what is logged."""
+def token_weights(rows: Sequence[Row], cfg: Config) -> list[float]:
+    """What each token of a row weighs in the mean over a whole minibatch, however that is cut into batches later."""
+    n = [r.roles.count(Role.AGENT) for r in rows]
+    if cfg.mean == "token":
+        return [1 / sum(n)] * len(rows)
+    if cfg.mean == "sequence":
+        return [1 / (len(rows) * tokens) for tokens in n]
+    # constant: the planned number of episodes, so that neither lengths nor what was left out can move the denominator
+    return [1 / (cfg.tasks * cfg.group_size / cfg.minibatches * cfg.max_len)] * len(rows)
+
+
+KL = {  # at a token that π_θ sampled; q = log π_ref, p = log π_θ (Schulman, "Approximating KL Divergence", 2020)
+    "k1": lambda q, p: p - q,
+    "k2": lambda q, p: (q - p).square() / 2,
+    "k3": lambda q, p: (q - p).exp() - (q - p) - 1,
+}
+
+
+def grpo_loss(logp: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+    """Σ_t weight_t · [ −c_t · min(ρ_t A_t, clip(ρ_t, 1−ε_lo, 1+ε_hi) A_t) + β KL_t ]   over the N tokens of a batch.
+
+    logp [N]: log π_θ of the targets, with gradient. Weights are shares of the whole minibatch (`token_weights`): the
+    losses of its batches add up. Returns the loss and what is logged, summed over tokens (gap_max: the maximum).
+    """
+    A, weight, sampled, row = (t.to(logp.device) for t in (batch.advantage, batch.weight, batch.sampled, batch.row))
+    old = sampled if batch.old is None else batch.old
+    level = functools.partial(row_mean, row=row) if cfg.ratio == "sequence" else lambda x: x
+    ratio = level(logp - old).exp()  # ρ_t = π_θ / π_old
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    surrogate = torch.minimum(ratio * A, clipped * A)  # PPO, 1707.06347 eq. 7
+    if cfg.dual_clip:
+        surrogate = torch.where(A < 0, torch.maximum(surrogate, cfg.dual_clip * A), surrogate)
+    stats = {"clip_frac": (surrogate != ratio * A).sum()}
+    if batch.old is not None:  # the tokens came from π_sampler, ρ is relative to π_old: c_t = min(π_old / π_sampler, C)
+        c = level(old - sampled).exp()
+        surrogate = surrogate * c.clamp(max=cfg.tis)
+        stats["tis_cut"] = (c > cfg.tis).sum()
+    loss = -surrogate
+    if batch.ref is not None:
+        kl = KL[cfg.kl_estimator](batch.ref, logp)
+        stats["kl"] = kl.detach().sum()
+        loss = loss + cfg.kl * (kl * (logp - sampled).exp() if cfg.kl_ratio else kl)
+    gap = ((logp.detach() - sampled).exp() - 1).abs()
+    stats |= {"loss": loss.detach().sum(), "gap_mean": gap.sum(), "gap_max": gap.max()}
+    return (weight * loss).sum(), stats
+
+
+def row_mean(x: Tensor, row: Tensor) -> Tensor:
+    """Each token's row's mean of x. x [N], row [N] → [N]"""
+    total = torch.zeros(int(row.max()) + 1, dtype=x.dtype, device=x.device)
+    return (total.index_add(0, row, x) / total.index_add(0, row, torch.ones_like(x)))[row]
+
+
+@dataclass
+class Guard:
+    """Lets an update pass only if its loss and gradient are finite. One that does not pass is skipped, and its batches
+    are saved in `folder`, to be looked at; `limit` of them in a row end the run (UserError).
+    """
+
+    folder: Path
+    limit: int
+    in_a_row: int = 0
+
+    def passes(self, loss: float, norm: float, batches: list[Batch], name: str) -> bool:
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            return True
+        self.in_a_row += 1
+        self.folder.mkdir(exist_ok=True)
+        tensors = {f"{i}.{k}": v for i, b in enumerate(batches) for k, v in vars(b).items() if v is not None}
+        save_file(tensors, self.folder / f"{name}.safetensors")
+        if self.in_a_row >= self.limit:
+            raise UserError(
+                f"{name}: loss {loss:.3g}, gradient norm {norm:.3g}, not finite {self.in_a_row} times in a row; look at the "
+                f"batches in {self.folder}, and start a new run, with a smaller --lr or --grad-clip"
+            )
+        return False
+
+
+def update(
+    policy, reference, optimizer, rows: list[tuple[Trajectory, Credit]], cfg: Config, step, clock, guard
+) -> dict:
+    """What one rollout teaches: `epochs` passes over its trajectories in the same `minibatches` minibatches, an
+    optimizer step each. Returns what is logged.
+    """
     order = list(rows)
     random.Random(f"minibatches {cfg.seed} {step}").shuffle(order)
-    totals: Counter = Counter()
-    norms, gap_max, gap_sum, gap_n = [], 0.0, 0.0, 0
-    for part in [order[i :: cfg.minibatches] for i in range(min(cfg.minibatches, len(order)))]:
+    parts = []
+    for part in (order[i :: cfg.minibatches] for i in range(min(cfg.minibatches, len(order)))):
         trajectories, A = zip(*part, strict=True)
-        batches = micro_batches(trajectories, A, cfg.micro_tokens)
-        tokens = sum(len(b.targets) for b in batches)  # the whole minibatch's denominator, however it is cut up
-        with clock("reference"), torch.no_grad():
-            refs = [logprobs(reference, b, cfg.temperature)[0] for b in batches]
+        parts.append(micro_batches(trajectories, A, cfg.micro_tokens, token_weights(trajectories, cfg)))
+    with clock("reference"), torch.no_grad():  # what stays as it is while π_θ moves
+        fixed = lambda model, b: logprobs(model, b, cfg.temperature)[0]
+        if cfg.kl:
+            parts = [[dataclasses.replace(b, ref=fixed(reference, b)) for b in part] for part in parts]
+        if cfg.tis:
+            parts = [[dataclasses.replace(b, old=fixed(policy, b)) for b in part] for part in parts]
+    seen, first, norms = [], [], []  # what is logged: of the batches that taught; of the first minibatch, taught or not
+    for k, part in enumerate(parts * cfg.epochs):
+        new = []
         with clock("training"):
-            for batch, ref in zip(batches, refs, strict=True):
+            for batch in part:
                 logp, entropy = logprobs(policy, batch, cfg.temperature)
-                loss, stats = grpo_loss(logp, ref, batch, cfg)
-                (loss / tokens).backward()
-                totals += Counter({k: float(v) for k, v in stats.items() if k != "gap_max"})
-                totals += Counter(loss=float(loss.detach()), entropy=float(entropy.sum()), tokens=len(ref))
-                if not norms:  # before the first update the policy is the sampler's: the ratio should be 1
-                    gap_max, gap_n = max(gap_max, float(stats["gap_max"])), gap_n + len(ref)
-                    gap_sum += float(stats["gap_mean"])
-            norms.append(float(torch.nn.utils.clip_grad_norm_(trained_by(optimizer), cfg.grad_clip)))
-            if math.isfinite(norms[-1]):
+                loss, stats = grpo_loss(logp, batch, cfg)
+                loss.backward()
+                stats |= {"entropy": entropy.sum(), "tokens": len(logp)}
+                new.append({name: float(value) for name, value in stats.items()})
+            norm = float(torch.nn.utils.clip_grad_norm_(trained_by(optimizer), cfg.grad_clip))
+            if guard.passes(sum(s["loss"] for s in new), norm, part, f"step{step}-update{k}"):
                 optimizer.step()
+                seen += new
+                norms.append(norm)
             optimizer.zero_grad(set_to_none=True)
-    n = max(1, totals["tokens"])
-    means = {k: totals[k] / n for k in ("loss", "kl", "entropy", "clip_frac")}
+        first = first or new  # before the first update the policy is the sampler's: the ratio should be 1
+    total = lambda name, among=seen: sum(s[name] for s in among)
+    n = max(1, total("tokens"))
+    means = {name: total(name) / n for name in new[0] if not name.startswith(("gap", "tokens"))}
     return means | {
         "grad_norm": sum(norms) / max(1, len(norms)),
-        "gap_max": gap_max,
-        "gap_mean": gap_sum / max(1, gap_n),
-        "skipped_updates": sum(not math.isfinite(n) for n in norms),
-        "trained_tokens": int(totals["tokens"]),
+        "gap_max": max(s["gap_max"] for s in first),
+        "gap_mean": total("gap_mean", first) / total("tokens", first),
+        "skipped_updates": len(parts) * cfg.epochs - len(norms),
+        "trained_tokens": int(total("tokens")),
         "trained_rows": len(rows),
     }
 
@@ -360,14 +530,19 @@ class Stage:
         else:
             player = ScriptedUser(self.domain.script(task, random.Random(f"user {key}"), user))
         limits = Limits(max_turns=cfg.max_turns, max_new=cfg.max_new, max_len=cfg.max_len, max_malformed=3)
-        return converse(task, self.domain, player, self.chat, limits, (*key, 0), member)
+        domain = FaultyTools(self.domain, cfg.tool_faults, key) if cfg.tool_faults else self.domain
+        return converse(task, domain, player, self.chat, limits, (*key, 0), member)
 
     def play(
-        self, tasks: list[Task], members: int, user: str, phase: str, step: int, on_done=None
+        self, tasks: list[Task], members: int, user: str, phase: str, step: int, first: int = 0
     ) -> list[list[Trajectory]]:
-        """The groups of all tasks, `members` conversations each from the same initial state."""
+        """The groups of all tasks, `members` conversations each from the same initial state. first: how many tasks of
+        the step were played before, so that no two share random numbers.
+        """
         conversations = (
-            self.conversation(task, user, phase, step, i, m) for i, task in enumerate(tasks) for m in range(members)
+            self.conversation(task, user, phase, step, first + i, m)
+            for i, task in enumerate(tasks)
+            for m in range(members)
         )
         done = rollout(conversations, self.samplers)
         return [done[i * members : (i + 1) * members] for i in range(len(tasks))]
@@ -392,31 +567,26 @@ def interval(task_means: Sequence[float], seed: int = 0, draws: int = 2000) -> t
 
 
 def scores(groups: list[list[Trajectory]]) -> dict:
-    """Success (mean over tasks), its interval, pass^k over the tasks with at least k trials. Conversations without a reward
-    (the user simulator failed) are left out, and their share is said.
+    """Success (mean over tasks), its interval, and pass^k over the `pass_k_tasks` tasks with at least k trials.
+
+    Conversations without a reward (the user simulator failed) are left out of all three, so how many were planned, how
+    many counted (`n`), and which tasks have no result at all belong to the numbers.
     """
     everyone = [[t.reward for t in g if t.reward is not None] for g in groups]
     known = [r for r in everyone if r]
-    failed = 1 - sum(map(len, known)) / max(1, sum(map(len, groups)))
+    n, planned = sum(map(len, known)), sum(map(len, groups))
+    result = {"success": None, "lo": None, "hi": None, "n": n, "planned": planned, "tasks": len(known)}
+    result |= {"without_result": [g[0].task for g, r in zip(groups, everyone, strict=True) if not r]}
+    result |= {"user_failed": 1 - n / max(1, planned), "pass_k": {}, "pass_k_tasks": {}}
     if not known:
-        return {"success": None, "lo": None, "hi": None, "n": 0, "tasks": 0, "user_failed": failed, "pass_k": {}}
+        return result
     means = [sum(r) / len(r) for r in known]
     lo, hi = interval(means)
-    pass_k = {}
     for k in range(1, max(map(len, known)) + 1):
         estimates = [pass_hat_k(int(sum(r)), len(r), k) for r in known if len(r) >= k]
-        pass_k[str(k)] = sum(estimates) / len(estimates)
-    n = sum(map(len, known))
-    success = sum(means) / len(means)
-    return {
-        "success": success,
-        "lo": lo,
-        "hi": hi,
-        "n": n,
-        "tasks": len(known),
-        "user_failed": failed,
-        "pass_k": pass_k,
-    }
+        result["pass_k"][str(k)] = sum(estimates) / len(estimates)
+        result["pass_k_tasks"][str(k)] = len(estimates)
+    return result | {"success": sum(means) / len(means), "lo": lo, "hi": hi}
 
 
 def evaluate(
@@ -660,6 +830,9 @@ class Job:
     before: float = 0.0  # seconds that earlier processes spent on this run
     rollout_seconds: float = 0.0  # of the last rollout
     began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self):
+        self.guard = Guard(self.run.folder / "skipped", self.cfg.max_skipped)
 
     def wall(self) -> float:
         """Seconds this run has taken, from the start of each process that worked on it."""
@@ -940,7 +1113,10 @@ def shares(values: dict[str, float]) -> str:
 
 
 def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
-    """One rollout: G conversations of each of the step's tasks, with the language-model user."""
+    """One rollout: G conversations of each of the step's tasks, with the language-model user. For groups that teach
+    nothing, up to `refill` further tasks are played (Dynamic Sampling: DAPO, 2503.14476 §3.2); a resumed run plays the
+    same ones.
+    """
     cfg = job.cfg
     first = 1_000_000 + step * cfg.tasks  # beyond the demonstrations' tasks
     tasks = [job.domain.task("train", cfg.seed, first + i) for i in range(cfg.tasks)]
@@ -949,6 +1125,13 @@ def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
     began = time.monotonic()
     with job.clock("rollout"):
         groups = job.stage.play(tasks, cfg.group_size, cfg.user, "rl", step)
+        spare = iter(range(step * cfg.refill, (step + 1) * cfg.refill))
+        while missing := cfg.tasks - sum(bool(trained_rows(g, cfg)) for g in groups):
+            fresh = [job.domain.task("train", cfg.seed, 1_000_000_000 + i) for i in itertools.islice(spare, missing)]
+            if not fresh:
+                break
+            groups += job.stage.play(fresh, cfg.group_size, cfg.user, "rl", step, first=len(tasks))
+            tasks += fresh
     job.rollout_seconds = time.monotonic() - began
     return groups, tasks
 
@@ -958,10 +1141,10 @@ def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]
     cfg, clock, before = job.cfg, job.clock, Counter(job.clock.seconds)
     set_lr(job.optimizers[0], rl_lr(cfg) * ramp(step, cfg.steps, cfg.warmup, cfg.cooldown, 0.1))
     rows = [pair for group in groups for pair in trained_rows(group, cfg)]
-    values = (
-        update(job.policy, job.frozen, job.optimizers[0], rows, cfg, step, clock) if rows else {"trained_tokens": 0}
-    )
-    metrics = rollout_metrics(groups)
+    values = {"trained_tokens": 0}
+    if rows:
+        values = update(job.policy, job.frozen, job.optimizers[0], rows, cfg, step, clock, job.guard)
+    metrics = rollout_metrics(groups) | {"refilled_groups": len(groups) - cfg.tasks}
     faults = [fault_of(job.domain, task, t) for task, g in zip(tasks, groups, strict=True) for t in g]
     spent = Counter(clock.seconds) - before
     sampled = sum(len(t.ids) + len(t.user_ids) for g in groups for t in g)
@@ -976,9 +1159,8 @@ def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]
     }
     job.run.log("rl", step, **metrics)
     if step % 5 == 0 or step == cfg.steps - 1:
-        job.run.episodes(
-            job.domain, job.chat, groups[:4], tasks[:4], cfg.user, advantages, phase="rl", step=step, stage="train"
-        )
+        A = lambda rewards: advantages(rewards, cfg.advantage)
+        job.run.episodes(job.domain, job.chat, groups[:4], tasks[:4], cfg.user, A, phase="rl", step=step, stage="train")
     shown = {
         k: metrics.get(k) for k in ("success", "reward", "kl", "entropy", "gap_max", "sample_tok_s", "train_tok_s")
     }

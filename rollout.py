@@ -77,6 +77,7 @@ class Trajectory:
     turns: tuple[dict, ...] = field(repr=False)  # {"role", "text"}: user, agent, call, tool, user_call or user_tool
     metrics: dict[str, Any] = field(repr=False)
     user_ids: tuple[int, ...] = field(repr=False, default=())  # the language-model user's context, if there was one
+    states: tuple[str, ...] = field(repr=False, default=())  # the world's state() as each turn of the agent began
 
 
 def converse(
@@ -104,6 +105,8 @@ def converse(
     for _ in range(limits.max_turns):
         if (room := limits.max_len - len(ctx.ids)) <= 0:
             return finish("context_full")
+        if hasattr(world, "state"):  # for credit by turn; a world need not have it
+            log.states.append(world.state())
         yield Sample("agent", ctx, min(limits.max_new, room))
         text = chat.said(ctx)
         if len(ctx.ids) == ctx.open_turn or ctx.ids[-1] not in chat.end_ids:  # the turn was cut
@@ -145,6 +148,7 @@ class Log:
     def __init__(self, on_turn: Callable[[str, str], None] | None = None):
         self.on_turn = on_turn
         self.turns: list[dict] = []
+        self.states: list[str] = []
         self.tools: Counter[str] = Counter()
         self.agent_turns = self.malformed = self.malformed_in_a_row = 0
 
@@ -211,6 +215,7 @@ def _finish(task, world, user, chat, limits, ctx: Context, log: Log, exit: str, 
         tuple(log.turns),
         metrics,
         tuple(user_ctx.ids) if user_ctx is not None else (),
+        tuple(log.states),
     )
 
 

@@ -9,8 +9,10 @@ What it leaves out: words about *how* an agent or a user speaks; those are the d
 """
 
 import copy
+import hashlib
 import inspect
 import json
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -149,11 +151,40 @@ class World:
         """Record a message from the agent to the user; facts are looked for in these."""
         self.messages.append(text)
 
+    def state(self) -> str:
+        """A key of the state of the database and of who is identified: equal keys if and only if equal states."""
+        changed = {k: row for k, row in self.written.items() if not same(row, self.task.db[k[0]].get(k[1]))}
+        text = json.dumps([sorted(changed.items()), sorted(self.identified)], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
     def reward(self) -> Reward:
         """1 iff the database equals the one that the gold actions give and every fact was told. Changes nothing."""
         diff = tuple(difference(goal_rows(self.task, self.tools), self.written, self.task.db))
         untold = tuple(missing_facts(self.task.told, self.messages))
         return Reward(float(not diff and not untold), diff, untold)
+
+
+FAULTS = ("Error: the call timed out; nothing was done", "Error: internal server error; nothing was done")
+
+
+@dataclass(frozen=True)
+class FaultyTools:
+    """A domain whose tools fail: with probability p a call does nothing and returns one of FAULTS. Which calls, is drawn
+    from the world's own `seed`, so an episode plays again the same. The goal is found with tools that work.
+    """
+
+    domain: Any
+    p: float
+    seed: tuple[int, ...]
+
+    def world(self, task: Task) -> Any:
+        world, rng = self.domain.world(task), random.Random(f"tool faults {self.seed}")
+        works = world.call
+        world.call = lambda name, arguments: rng.choice(FAULTS) if rng.random() < self.p else works(name, arguments)
+        return world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.domain, name)
 
 
 def goal_rows(task: Task, tools: dict[str, Callable]) -> dict[tuple[str, str], Any]:

@@ -102,7 +102,7 @@ def ratio_gap(shape: models.ModelConfig) -> None:
             logp = mua_rl.logprobs(policy, batch)[0].cpu()
         row(
             f"mean |ratio − 1|, sampler against trainer, {dtype}",
-            float((logp - batch.old).exp().sub(1).abs().mean()),
+            float((logp - batch.sampled).exp().sub(1).abs().mean()),
             "",
             bound,
         )
@@ -148,8 +148,8 @@ def grpo_step(shape: models.ModelConfig, quick: bool) -> None:
     row("decoding, 32 rows after 400 tokens", 32 * new / spent, "tokens/s")
     sample_all(sampler, todo, new)
     rows = [(ctx, 1.0 if i % 2 else -1.0) for i, ctx in enumerate(todo)]
-    clock = mua_rl.Clock()
-    spent = seconds(lambda: mua_rl.update(policy, reference, optimizer, rows, cfg, 0, clock), 1)
+    clock, guard = mua_rl.Clock(), mua_rl.Guard(Path("skipped"), 3)
+    spent = seconds(lambda: mua_rl.update(policy, reference, optimizer, rows, cfg, 0, clock, guard), 1)
     row("training step", sum(len(ctx.ids) for ctx in todo) / spent, "tokens/s")
     peak, planned = torch.cuda.max_memory_allocated(), plan.need(cfg, shape).total()
     row("peak memory over the plan's", peak / planned, "×", 1.1, f"{peak / 2**30:.1f} GiB, {user.slots} user slots")
