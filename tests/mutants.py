@@ -41,7 +41,7 @@ MUTANTS = {
         "each token is predicted from itself: the loss falls to 0, the samples get no better",
         LOSS + "batch_predicts_every_agent_token_from_the_position_before_it_and_nothing_else"),
     "target_not_shifted": Mutant(
-        "mua_rl.py", "ids[row, position], logprobs[row, position]", "ids[row, position - 1], logprobs[row, position]",
+        "mua_rl.py", "targets = position - 1, ids[row, position]", "targets = position - 1, ids[row, position - 1]",
         "the ratio is far from 1 before the first update; the agent learns to repeat what it reads",
         LOSS + "batch_predicts_every_agent_token_from_the_position_before_it_and_nothing_else"),
     "user_tokens_trained": Mutant(
@@ -54,8 +54,7 @@ MUTANTS = {
         "where the end token is the padding token, its loss is lost: turns get longer until all are cut",
         LOSS + "the_mask_comes_from_roles_never_from_ids"),
     "end_of_a_cut_turn_trained": Mutant(
-        "chat.py", '("\\n" if whole else f"{self.end}\\n", Role.TEMPLATE, True)',
-        '("\\n" if whole else f"{self.end}\\n", Role.AGENT, True)',
+        "chat.py", "ctx.extend([self.end_id], Role.TEMPLATE)", "ctx.extend([self.end_id], Role.AGENT)",
         "the agent learns to stop where it was cut, in the middle of a word",
         CHAT + "a_cut_turn_gets_an_end_that_is_not_the_agents"),
     "overlong_always_trained": Mutant(
@@ -162,7 +161,7 @@ MUTANTS = {
         "one bad batch, and every weight is NaN",
         LOSS + "an_update_that_is_not_finite_is_skipped_saved_and_ends_the_run_if_it_goes_on"),
     "temperature_in_the_kernels_gradient": Mutant(
-        "kernels/logprob.py", "scale = grad / temperature", "scale = grad",
+        "kernels/logprob.py", "row += [-d_logprob / ctx.temperature,", "row += [-d_logprob,",
         "at temperature T the policy gradient is T times too large, the losses are right",
         "test_logprob.py::test_gradcheck"),
     # ── Rollout, resuming ──
@@ -241,7 +240,7 @@ MUTANTS = {
         "the agent is trained on talks that its user broke off",
         ALGO + "what_each_exit_teaches"),
     "user_can_forge_control_tokens": Mutant(
-        "chat.py", '(text, Role.USER, False),', '(text, Role.USER, True),',
+        "chat.py", 'XX', '(text, Role.USER, True),',
         "a user who writes <|im_end|> ends its own turn and speaks as somebody else",
         CHAT + "forged_control_tokens_stay_text"),
     "pass_k_as_a_power": Mutant(

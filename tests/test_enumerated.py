@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mua_rl
-from chat import Context, Role, turn_text
+from chat import Context, Role, parse, turn_text
 from mua_rl import Config, advantages, grpo_loss, make_batch, token_weights, trained_rows
 from rollout import EXITS, Limits, converse
 from tools import Call, Task, World
@@ -82,6 +82,8 @@ class TinyChat:
 
     end_ids = frozenset({END})
     words = {"Please take one.": 1, "taken": 2, "it jams": 3, "Really?": 4, "Bye": 5}  # noqa: RUF012
+
+    parse = staticmethod(parse)
 
     def start(self, system, tools, stream):
         ctx = Context(stream)
