@@ -437,7 +437,7 @@ class Customer:
 
 def encoded(turn):
     ctx = Context((0,))
-    CHAT.prompt(ctx)
+    CHAT.hear(ctx, "Hi")
     n = len(ctx.ids)
     CHAT.speak(ctx, turn)
     return ctx.ids[n:]
