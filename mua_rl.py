@@ -360,8 +360,8 @@ def turn_advantages(group: list[Trajectory], rewards: Sequence[float | None], cf
 
 
 def trained_rows(group: list[Trajectory], cfg: Config) -> list[tuple[Trajectory, Credit]]:
-    """The members of one task's group that are trained on, each with its advantage: `rollout.EXITS` says which, and which
-    count in the group's mean and std.
+    """The members of one task's group that are trained on, each with its advantage: `rollout.EXITS` says which, and
+    which count in the group's mean and std.
     """
     counted = [t.reward if EXITS[t.exit].counts else None for t in group]
     use = {True: True, False: False, "overlong": cfg.overlong == "train"}
@@ -448,8 +448,8 @@ class Guard:
         save_file(tensors, self.folder / f"{name}.safetensors")
         if self.in_a_row >= self.limit:
             raise UserError(
-                f"{name}: loss {loss:.3g}, gradient norm {norm:.3g}, not finite {self.in_a_row} times in a row; look at the "
-                f"batches in {self.folder}, and start a new run, with a smaller --lr or --grad-clip"
+                f"{name}: loss {loss:.3g}, gradient norm {norm:.3g}, not finite {self.in_a_row} times in a row; look at "
+                f"the batches in {self.folder}, and start a new run, with a smaller --lr or --grad-clip"
             )
         return False
 

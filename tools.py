@@ -169,7 +169,7 @@ FAULTS = ("Error: the call timed out; nothing was done", "Error: internal server
 
 @dataclass(frozen=True)
 class FaultyTools:
-    """A domain whose tools fail: with probability p a call does nothing and returns one of FAULTS. Which calls, is drawn
+    """A domain whose tools fail: with probability p a call does nothing and returns one of FAULTS. Which ones is drawn
     from the world's own `seed`, so an episode plays again the same. The goal is found with tools that work.
     """
 

@@ -1,8 +1,8 @@
 """A world so small that every conversation can be listed with its probability: what estimators are worth on average.
 
 The conversations are the real `converse`: an agent of two tokens, one tool that jams at times, a user who sometimes
-insists. Every group of four of them goes through the real advantages, weights and loss, weighted by its probability; the
-sum's gradient is the expected estimator. Beside it stands the gradient of the expected reward, from the same list.
+insists. Every group of four of them goes through the real advantages, weights and loss, weighted by its probability;
+the sum's gradient is the expected estimator. Beside it stands the gradient of the expected reward, from the same list.
 `PYTHONPATH=. python tests/test_enumerated.py` prints the tables of docs/algorithm.md.
 """
 
@@ -253,8 +253,8 @@ def test_rloo_with_a_constant_mean_is_the_gradient_of_the_expected_reward(n, ski
 
 
 def grpo_factor(p: float, n: int, eps: float = 1e-6) -> float:
-    """E[A | success] − E[A | failure], over the number of other members that succeed: what multiplies the gradient of the
-    expected reward, if rewards are 0 and 1.
+    """E[A | success] − E[A | failure], over the number of other members that succeed: what multiplies the gradient of
+    the expected reward, if rewards are 0 and 1.
     """
     total = 0.0
     for others in range(n):

@@ -272,7 +272,7 @@ def test_each_end_of_the_clip_stops_the_side_it_is_for():
 
 
 def test_truncated_importance_weights_use_the_trainers_own_old_log_probs():
-    """A sampler that disagrees by a factor: ρ starts at 1 all the same, and a token weighs min(π_old / π_sampler, C)."""
+    """A sampler that disagrees by a factor: ρ starts at 1 all the same; a token weighs min(π_old / π_sampler, C)."""
     old, A = torch.full((4,), -1.0), torch.ones(4)
     sampled = old - torch.tensor([0.0, 0.1, 2.0, -1.0])  # π_old / π_sampler = 1, 1.1, 7.4, 0.37
     cfg = dataclasses.replace(CFG, kl=0.0, tis=2.0)
