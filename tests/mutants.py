@@ -240,7 +240,7 @@ MUTANTS = {
         "the agent is trained on talks that its user broke off",
         ALGO + "what_each_exit_teaches"),
     "user_can_forge_control_tokens": Mutant(
-        "chat.py", 'XX', '(text, Role.USER, True),',
+        "chat.py", "(self._shown(text, Role.USER), Role.USER, False)", "(self._shown(text, Role.USER), Role.USER, True)",
         "a user who writes <|im_end|> ends its own turn and speaks as somebody else",
         CHAT + "forged_control_tokens_stay_text"),
     "pass_k_as_a_power": Mutant(

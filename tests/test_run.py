@@ -155,7 +155,9 @@ def small_run(folder, monkeypatch, *flags, stop_at=None):
     """A small run in this process, which dies before a step of reinforcement learning is saved, if told so."""
     monkeypatch.setattr(mua_rl, "tokenizer_texts", functools.partial(TEXTS, n=300))
     monkeypatch.setattr(mua_rl, "null_baselines", lambda *_: {"do_nothing": 0.0, "careless": 0.5})
-    monkeypatch.setattr(mua_rl, "advantages", lambda rewards, *_: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))])
+    monkeypatch.setattr(
+        mua_rl, "advantages", lambda rewards, *_: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
+    )
     monkeypatch.setattr(mua_rl, "learn", LEARN if stop_at is None else functools.partial(die_at, stop_at))
     args = ["--run", str(folder), *SMALL, *flags, "--test-tasks", "0", "--eval-tasks", "0", "--threads", "1"]
     args = ["--resume", str(folder)] if (folder / "checkpoint").exists() else args
