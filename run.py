@@ -169,7 +169,8 @@ class Run:
 
     def log(self, phase: str, step: int, **values) -> None:
         with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"phase": phase, "step": step} | values) + "\n")
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            file.write(json.dumps({"phase": phase, "step": step} | finite) + "\n")  # JSON has no NaN
             file.flush()
 
     def forget_after(self, state: State) -> None:
