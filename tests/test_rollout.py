@@ -282,6 +282,47 @@ def test_ragged_turns_equal_one_full_forward(slots, temperature):
     assert any(c.ids[-1] not in CHAT.end_ids for c in contexts)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES = {
+    "qwen2": {"model_type": "qwen2", "qk_norm": False, "attention_bias": True},
+    "llama": {
+        "model_type": "llama",
+        "qk_norm": False,
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 32},
+    },
+    "smollm2": {"model_type": "llama", "qk_norm": False, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_decodes_like_one_full_forward(family):
+    """Ragged turns over reused slots, shared beginnings, and one row fifty times as long as the shortest."""
+    model = make_model(2, **FAMILIES[family])
+    sampler = Sampler(model, CHAT.end_ids, 5, 1500)
+    talks = [talk(i, 1 + i % 4, system="Rules. " * (120 if i == 3 else 1)) for i in range(14)]
+    contexts = rollout(talks, {"agent": sampler})
+    lengths = sorted(len(c.ids) for c in contexts)
+    assert lengths[-1] > 8 * lengths[0] and worst_gap(model, contexts) <= 1e-5
+
+
+def test_rows_of_lengths_fifty_times_apart_and_every_boundary():
+    """Contexts of 1, 2, 3 … and 600 tokens, with every length around the prefill's chunks, each sampled beside the others."""
+    lengths = [1, 2, 3, 7, 8, 31, 32, 33, 600, 511, 512, 513, 12]
+    contexts = []
+    for i, n in enumerate(lengths):
+        ctx = Context((i,))
+        ctx.extend([(7 * j + i) % CHAT.vocab_size for j in range(n)], Role.USER)
+        ctx.open_turn = n
+        contexts.append(ctx)
+    sampler = Sampler(MODEL, (), len(lengths), 640)
+    for ctx in contexts:
+        sampler.submit(Sample("agent", ctx, 10))
+    while sampler.busy:
+        sampler.step()
+    assert all(ctx.roles.count(Role.AGENT) == 10 for ctx in contexts) and worst_gap(MODEL, contexts) <= 1e-5
+
+
 def test_end_tokens_are_cached_with_the_next_message():
     """An end token is sampled last and never fed: it must come first in the next prefill."""
     ends = frozenset(range(0, CHAT.vocab_size, 3))  # every third token ends a turn
