@@ -233,7 +233,7 @@ def _find(column: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 # ── The same in Triton ───────────────────────────────────────────────────────────────────────────────────────────────
 
-# By bytes an element. The largest tiles that spill no register on sm_80, sm_90 and sm_100: tests/test_logprob.py
+# By bytes an element. No register is spilled with these on sm_80, sm_90 and sm_100: tests/test_logprob.py
 # compiles them and counts. Not tuned on a GPU.
 TILES = {
     2: {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_H": 64, "num_warps": 8, "num_stages": 3},
