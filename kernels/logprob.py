@@ -31,7 +31,8 @@ The price, for each of the T·V logits in bf16:
     here      8H (z twice)                   6 bytes: d_logits written once and read twice    2 bytes, of one slice
 
 On an H100 (3.35 TB/s; say 600 TFLOP/s in matmuls) and H = 1,024 that is 10 + 12 picoseconds against 14 + 2: computing
-again is cheaper than remembering. This is arithmetic; docs/performance.md has what was measured (on a CPU).
+again would be cheaper than remembering. This is arithmetic, not a measurement. On a CPU it was measured (docs/
+performance.md): much faster in bf16; in fp32 faster at H = 576 and at H = 1,024 about even, where matmuls are all.
 
 Why not fuse the backward matmuls too? In attention the accumulator [128, head] fits in registers. Here it would be
 [128, H]: for H = 1,024 that is 512 KiB in fp32, more than a multiprocessor has. One kernel for everything must add its
