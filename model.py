@@ -428,7 +428,9 @@ class Decoder(nn.Module):
             again = self.checkpointing and torch.is_grad_enabled()
             x = checkpoint(block, x, attend, use_reentrant=False) if again else block(x, attend)
         x = self.model["norm"](x)
-        return x.new_zeros(B, L, x.shape[-1]).masked_scatter(real[..., None], x) if packed else x
+        if not packed:
+            return x
+        return x.new_zeros(B * L, x.shape[-1]).index_copy(0, real.flatten().nonzero()[:, 0], x[0]).view(B, L, -1)
 
     def _mask(self, positions: Tensor, T: int) -> Tensor:
         """0 where a position [R, L] may look, −∞ where not: [R, 1, G·L, T], with each row once for every head in a group."""
@@ -541,7 +543,7 @@ def linears(model: Decoder) -> list[tuple[str, Linear]]:
 def merge_lora(model: Decoder) -> None:
     """W ← W + (α/r) · B A, after which the adapters are gone."""
     for _, layer in linears(model) if model.lora else ():
-        layer.weight += (model.lora.scale * (layer.lora_B @ layer.lora_A)).to(layer.weight.dtype)
+        layer.weight.copy_(layer.weight.float() + model.lora.scale * (layer.lora_B @ layer.lora_A))  # rounded once
         del layer.lora_A, layer.lora_B
         layer.lora = None
     model.lora = None
@@ -721,7 +723,7 @@ def fetch(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # of many kinds: no network, no such repository, no access, no space
-        why = str(error).strip().splitlines()[0][:160]
+        why = (str(error).strip() or "no reason").splitlines()[0][:160]
         raise UserError(f"{name}: not a folder here, and the Hub gave: {type(error).__name__}: {why}") from None
 
 

@@ -69,7 +69,6 @@ class Config:
     model: str = ""  # a pretrained model (folder, Hub name, GGUF file, or "smollm2"); empty: from scratch
     lora_rank: int = 0  # reinforcement learning of adapters of this rank, at ten times --lr; 0: of all weights
     checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more time
-    adam8bit: bool = False  # AdamW's state in 8 bits (needs torchao)
     layers: int = 4
     width: int = 128
     heads: int = 4
@@ -175,8 +174,6 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"--dtype {cfg.dtype}: choose {' or '.join(DTYPES)}")
     if cfg.device != "cpu" and not (cfg.device.partition(":")[0] == "cuda" and torch.cuda.is_available()):
         raise UserError(f"--device {cfg.device}: there is none on this machine; choose cpu, or see --preset smol")
-    if cfg.adam8bit and not importlib.util.find_spec("torchao"):
-        raise UserError("--adam8bit: torchao is not installed; pip install torchao, or leave the flag out")
     if not 0 < cfg.temperature < math.inf:
         raise UserError(
             f"--temperature {cfg.temperature}: training needs exploration; give a number above 0, such as 1"
@@ -656,7 +653,7 @@ def agent_view(domain: shop.Shop, chat: Chat, talk: list) -> Context:
         elif who == "tool":
             chat.observe(ctx, [what])
         else:
-            chat.speak(ctx, turn_text([what]) if isinstance(what, Call) else what)
+            chat.speak(ctx, turn_text([what], "", chat.style) if isinstance(what, Call) else what)
     return ctx
 
 
@@ -724,8 +721,6 @@ def masters(parameters: list[Tensor]) -> list[Tensor]:
                 master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
                 p.grad = None
 
-            if hasattr(p, "collector"):  # of an optimizer before this one
-                p.collector.remove()
             p.collector = p.register_post_accumulate_grad_hook(collect_gradient)
         out.append(master)
     return out
@@ -734,11 +729,12 @@ def masters(parameters: list[Tensor]) -> list[Tensor]:
 def followed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """After each step the half-precision weights take their masters' values."""
 
+    pairs = [(p.follower, p) for p in trained_by(optimizer) if hasattr(p, "follower")]
+
     @torch.no_grad()
-    def follow(*_):
-        for p in trained_by(optimizer):
-            if hasattr(p, "follower"):
-                p.follower.copy_(p)
+    def follow(*_):  # knows the parameters, not the optimizer: a circle would keep its state in memory
+        for p, master in pairs:
+            p.copy_(master)
 
     optimizer.register_step_post_hook(follow)
     return optimizer
@@ -896,7 +892,11 @@ def prepare(cfg: Config) -> Job:
             run.forget_after(state)
         clock.seconds.update(state.seconds)
         job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [])
-        job.before, job.optimizers = state.wall, optimizers_for(job)
+        job.before, job.policy.checkpointing = state.wall, cfg.checkpointing
+        if not cfg.resume and not cfg.sft_steps:
+            start_rl(job)
+        else:
+            job.optimizers = optimizers_for(job)
         if cfg.resume:
             restore_optimizers(job.optimizers, tensors, folder)
         chat.check(domain.tools, domain.system)
@@ -908,7 +908,7 @@ def prepare(cfg: Config) -> Job:
     if state.results["null"]["do_nothing"] > 0.1:
         job.progress.say("warning: doing nothing pays in more than 10 % of the tasks")
     catch_ctrl_c(job)
-    if not cfg.resume and cfg.sft_steps:
+    if not cfg.resume:
         job.save()  # from here on there is something to resume
     return job
 
@@ -978,7 +978,7 @@ def from_scratch_shape(cfg: Config, vocabulary: int) -> models.ModelConfig:
         model_type="qwen3", vocab_size=vocabulary, hidden_size=cfg.width, intermediate_size=cfg.mlp,
         num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.kv_heads,
         head_dim=cfg.width // cfg.heads, rms_norm_eps=1e-6, rope_theta=1e6, rope_scaling=None, tie_word_embeddings=True,
-        attention_bias=False, qk_norm=True, max_position_embeddings=max(1024, cfg.max_len),
+        attention_bias=False, qk_norm=True, max_position_embeddings=max(1024, cfg.max_len, cfg.user_max_len),
     )  # fmt: skip
 
 
@@ -1021,15 +1021,10 @@ def smollm2() -> Path:
 
 def optimizers_for(job: Job) -> list[torch.optim.Optimizer]:
     """Muon and AdamW for the cold start, AdamW for reinforcement learning."""
-    cfg = job.cfg
-    if job.state.phase == "sft" and cfg.sft_steps:
-        return sft_optimizers(job.policy, cfg)
-    if cfg.adam8bit:
-        from torchao.optim import AdamW8bit as AdamW
-    else:
-        from torch.optim import AdamW
+    if job.state.phase == "sft":
+        return sft_optimizers(job.policy, job.cfg)
     trained = masters([p for p in job.policy.parameters() if p.requires_grad])
-    return [followed(AdamW(trained, lr=rl_lr(cfg), betas=(0.9, 0.95), weight_decay=0.0))]
+    return [followed(torch.optim.AdamW(trained, lr=rl_lr(job.cfg), betas=(0.9, 0.95), weight_decay=0.0))]
 
 
 def rl_lr(cfg: Config) -> float:
@@ -1051,12 +1046,20 @@ def cold_start(job: Job) -> None:
         job.run.log("sft", step, seconds=time.monotonic() - job.began, **values)
         job.progress.step("cold start", step + 1, cfg.sft_steps, loss=values["loss"], tok_s=values["train_tok_s"])
     if state.phase == "sft":
-        if cfg.sft_steps:
-            save_checkpoint(job.run.folder, job.policy, job.chat, [], state, "cold_start")
-        state.phase, state.step = "rl", 0
-        if cfg.lora_rank:
-            models.add_lora(job.policy, cfg.lora_rank, seed=cfg.seed)
-        job.optimizers = optimizers_for(job)
+        save_checkpoint(job.run.folder, job.policy, job.chat, [], state, "cold_start")
+        start_rl(job)
+
+
+def start_rl(job: Job) -> None:
+    """From the cold start, or the pretrained weights, to reinforcement learning: adapters if asked for, a new optimizer."""
+    job.state.phase, job.state.step = "rl", 0
+    for p in job.policy.parameters():
+        if hasattr(p, "collector"):  # the cold start's masters go with its optimizer
+            p.collector.remove()
+            del p.collector
+    if job.cfg.lora_rank:
+        models.add_lora(job.policy, job.cfg.lora_rank, seed=job.cfg.seed)
+    job.optimizers = optimizers_for(job)
 
 
 def freeze_reference_and_user(job: Job) -> None:
@@ -1067,7 +1070,6 @@ def freeze_reference_and_user(job: Job) -> None:
             job.frozen = models.Base(job.policy)  # the same weights, adapters off
         else:
             job.frozen = start_of_rl(cfg, job.run.folder).requires_grad_(False)
-        job.policy.checkpointing = cfg.checkpointing
         samplers = make_samplers(cfg, job.chat, job.policy, job.frozen)
         job.stage = Stage(cfg, job.domain, job.chat, samplers)
     if cfg.test_tasks:
@@ -1078,7 +1080,13 @@ def freeze_reference_and_user(job: Job) -> None:
 
 
 def make_samplers(cfg: Config, chat: Chat, policy, user, agent_temperature: float | None = None) -> dict[str, Sampler]:
-    """The agent's sampler and the user's."""
+    """The agent's sampler and the user's. Raises UserError for contexts longer than the model was made for."""
+    longest = max(cfg.max_len, cfg.user_max_len)
+    if longest > policy.cfg.max_position_embeddings:
+        raise UserError(
+            f"--max-len {cfg.max_len} --user-max-len {cfg.user_max_len}: this model has "
+            f"{policy.cfg.max_position_embeddings} positions; give less, or a config.json with RoPE scaling"
+        )
     temperature = cfg.temperature if agent_temperature is None else agent_temperature
     return {
         "agent": Sampler(policy, chat.end_ids, cfg.slots, cfg.max_len, temperature),
@@ -1086,14 +1094,14 @@ def make_samplers(cfg: Config, chat: Chat, policy, user, agent_temperature: floa
     }
 
 
-def measure(job: Job, name: str, split: str, user: str, trials: int, stage: Stage | None = None, n: int = 0) -> dict:
+def measure(job: Job, name: str, split: str, user: str, trials: int, n: int = 0) -> dict:
     """Evaluate, log, say it in a line, and keep a few conversations."""
 
     def make() -> dict:
-        result, groups = evaluate(stage or job.stage, split, n or job.cfg.test_tasks, trials, user)
+        result, groups = evaluate(job.stage, split, n or job.cfg.test_tasks, trials, user)
         tasks = [job.domain.task(split, job.cfg.seed, i) for i in range(min(25, len(groups)))]
         where = {"phase": "eval", "step": 0, "stage": "cold_start" if name.startswith("cold_start") else "final"}
-        who = user if stage is None else f"{user}, greedy"
+        who = user if job.stage.samplers["agent"].temperature else f"{user}, greedy"
         job.run.episodes(job.domain, job.chat, groups[: len(tasks)], tasks, who, advantages, name=name, **where)
         return result | {"user": who}
 
@@ -1183,14 +1191,14 @@ def final_evaluation(job: Job) -> None:
     cfg = job.cfg
     if not cfg.test_tasks:
         return
-    greedy = Stage(cfg, job.domain, job.chat, make_samplers(cfg, job.chat, job.policy, job.frozen, 0.0))
     measure(job, "final", "test", "lm", cfg.trials)
     measure(job, "scripted_user", "test", "scripted", 1)
     measure(job, "unseen_user", "test", "stranger", 1)
     measure(job, "unseen_combination", "combo", "lm", 1)
     measure(job, "unseen_names", "names", "lm", 1, n=min(100, cfg.test_tasks))
-    measure(job, "greedy", "test", "lm", 1, greedy)
-    measure(job, "greedy_unseen_user", "test", "stranger", 1, greedy)
+    job.stage.samplers["agent"].temperature = 0.0  # the last things measured
+    measure(job, "greedy", "test", "lm", 1)
+    measure(job, "greedy_unseen_user", "test", "stranger", 1)
 
 
 def finish(job: Job) -> dict:
@@ -1287,8 +1295,14 @@ def opened(name: str, seed: int | None) -> tuple[Config, shop.Shop, Chat, models
         else dataclasses.replace(PRESETS["smol"], prompts=True, max_len=2800, user_max_len=2800, slots=8)
     )
     torch.set_num_threads(cfg.threads)
-    chat, policy = load_pretrained(name, cfg)
-    user = start_of_rl(cfg, folder) if is_run(folder) else policy
+    if not torch.cuda.is_available():
+        cfg = dataclasses.replace(cfg, device="cpu")  # wherever the run was made
+    if is_run(folder):
+        chat, policy = Chat.load(checkpoint_of(folder)), trained_weights(cfg, folder)
+        user = models.Base(policy) if policy.lora else start_of_rl(cfg, folder)
+    else:
+        chat, policy = load_pretrained(name, cfg)
+        user = policy
     return dataclasses.replace(cfg, seed=cfg.seed if seed is None else seed), make_domain(cfg), chat, policy, user
 
 
@@ -1447,7 +1461,11 @@ def save_command(args: list[str]) -> None:
     cfg = dataclasses.replace(cfg, device="cpu")
     if is_run(Path(name)) and cfg.lora_rank and not merge:
         policy = trained_weights(cfg, Path(name))
-        base = str(checkpoint_of(Path(name), "cold_start").resolve()) if cfg.sft_steps else cfg.model
+        base = checkpoint_of(Path(name), "cold_start") if cfg.sft_steps else cfg.model
+        base = smollm2() if base == "smollm2" else Path(base)
+        if base.is_file() or (not cfg.sft_steps and is_run(base)):
+            raise UserError(f"{name}: its base {base} is no folder that peft can open; add --merge")
+        base = str(base.resolve()) if base.exists() else str(base)  # or a Hub name
         models.save_adapter(policy, folder, base)
         Chat.load(checkpoint_of(Path(name))).save(folder)
     else:

@@ -1,10 +1,9 @@
 """What a run needs in memory, before it starts: weights, optimizer, KV caches, activations. Arithmetic only, no model.
 
-`python mua_rl.py plan --preset NAME` prints it. The same numbers stop a run that cannot fit. What the framework itself
-takes (CUDA's context, fragmentation, the matrix products' workspaces) is in none of them: leave a tenth of the card free.
+`python mua_rl.py plan --preset NAME` prints it. What the framework itself takes (CUDA's context, fragmentation, the matrix products' workspaces) is in none of them: leave a tenth of the card free.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chat import UserError
 from model import ModelConfig
@@ -78,13 +77,22 @@ def block_activations(m: ModelConfig, rank: int) -> int:
 
 
 def need(cfg, m: ModelConfig) -> Need:
-    """The memory of reinforcement learning with `cfg` (a mua_rl.Config) on a model of shape `m`."""
+    """The memory of a run with `cfg` (a mua_rl.Config) on a model of shape `m`: of the phase that needs more."""
+    learning = phase(cfg, m)
+    if not cfg.sft_steps:
+        return learning
+    cold_start = phase(replace(cfg, lora_rank=0), m)  # trains all weights, alone
+    return max(learning, replace(cold_start, reference=0, caches=0), key=Need.total)
+
+
+def phase(cfg, m: ModelConfig) -> Need:
+    """The memory of reinforcement learning."""
     width = 2 if cfg.dtype == "bf16" else 4
     everything, _ = parameters(m)
     trained = adapters(m, cfg.lora_rank) if cfg.lora_rank else everything
     half = width == 2 and not cfg.lora_rank  # trained weights are kept a second time, in fp32
     per_token = 2 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim * width
-    T, layers = cfg.micro_tokens, m.num_hidden_layers
+    T, layers = max(cfg.micro_tokens, cfg.max_len), m.num_hidden_layers  # one row at least, however long
     block = block_activations(m, cfg.lora_rank)
     kept = 2 * m.hidden_size + (layers * m.hidden_size + block if cfg.checkpointing else layers * block)
     rows = max(256, 2**20 // m.vocab_size)
@@ -93,7 +101,7 @@ def need(cfg, m: ModelConfig) -> Need:
         reference=0 if cfg.lora_rank else everything * width,
         gradients=trained * 4,
         masters=trained * 4 if half else 0,
-        optimizer=trained * (2 if cfg.adam8bit else 8),
+        optimizer=trained * 8,
         caches=cfg.slots * (cfg.max_len + cfg.user_max_len + 2) * per_token,
         activations=T * kept * width,
         logits=3 * rows * m.vocab_size * 4 + (0 if cfg.lora_rank else m.vocab_size * m.hidden_size * 4),
