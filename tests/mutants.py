@@ -164,6 +164,15 @@ MUTANTS = {
         "kernels/logprob.py", "row += [-d_logprob / ctx.temperature,", "row += [-d_logprob,",
         "at temperature T the policy gradient is T times too large, the losses are right",
         "test_logprob.py::test_gradcheck"),
+    "weights_do_not_follow_their_masters": Mutant(
+        "mua_rl.py", "p.copy_(master)", "p.copy_(p)",
+        "in bf16 the loss never moves, though the gradient norm looks healthy",
+        "test_run.py::test_masters_step_as_fp32_weights_would_and_the_weights_follow"),
+    "last_micro_batch_only": Mutant(
+        "mua_rl.py", "master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)",
+        "master.grad = p.grad.float()",
+        "in bf16 a larger batch teaches no more than its last micro-batch",
+        "test_run.py::test_masters_step_as_fp32_weights_would_and_the_weights_follow"),
     # ── Rollout, resuming ──
     "random_streams_collide": Mutant(
         "mua_rl.py", "PHASE[phase], step, index, member)", "PHASE[phase], step, index + member)",

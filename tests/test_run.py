@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,65 @@ def test_half_precision_and_adapters_resume_to_the_same_bits(tmp_path, monkeypat
     if "--lora-rank" not in flags:  # the fp32 masters move where bf16 weights would stand still
         masters = [k for k in load_file(whole / "checkpoint" / "optimizer.safetensors") if k.endswith(".master")]
         assert masters
+
+
+@pytest.mark.parametrize("rank", ["0", "2"])
+def test_a_pretrained_model_without_a_cold_start_trains_and_resumes_to_the_same_bits(
+    tmp_path, unbroken, monkeypatch, rank
+):
+    """The way of every GPU preset: --model FOLDER --sft-steps 0, in bf16, with and without adapters."""
+    flags = ["--model", str(unbroken / "cold_start"), "--sft-steps", "0", *HALF, "--lora-rank", rank]
+    whole = small_run(tmp_path / "whole", monkeypatch, *flags)
+    broken = small_run(tmp_path / "broken", monkeypatch, *flags, stop_at=1)
+    small_run(broken, monkeypatch)
+    weights = "adapter_model.safetensors" if rank != "0" else "model.safetensors"
+    for name in (weights, "optimizer.safetensors"):
+        x, y = load_file(whole / "checkpoint" / name), load_file(broken / "checkpoint" / name)
+        assert x.keys() == y.keys() and x and all(torch.equal(x[k], y[k]) for k in x), name
+
+
+def test_masters_step_as_fp32_weights_would_and_the_weights_follow():
+    """Two micro-batches and a step: the gradients add up in fp32, the masters move as an fp32 twin, bf16 weights follow."""
+    torch.manual_seed(0)
+    half = torch.nn.Parameter(torch.randn(6, 5).bfloat16())
+    twin = torch.nn.Parameter(half.detach().float())
+    [master] = mua_rl.masters([half])
+    optimizers = mua_rl.followed(torch.optim.AdamW([master], lr=1e-4)), torch.optim.AdamW([twin], lr=1e-4)
+    for _ in range(3):
+        for pull in (torch.randn(6, 5).bfloat16(), torch.randn(6, 5).bfloat16()):
+            (half * pull).sum().backward()
+            assert half.grad is None
+            twin.grad = pull.float() if twin.grad is None else twin.grad + pull.float()
+        assert torch.equal(master.grad, twin.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        assert torch.equal(master, twin) and torch.equal(half, master.bfloat16())
+
+
+def test_no_master_outlives_its_optimizer(tmp_path, unbroken, monkeypatch):
+    flags = ["--model", str(unbroken / "cold_start"), "--sft-steps", "2", "--steps", "1", *HALF, "--lora-rank", "2"]
+    made, inner = [], mua_rl.masters
+
+    def watched(parameters):
+        found = inner(parameters)
+        made.extend(weakref.ref(m) for m in found if hasattr(m, "follower"))
+        return found
+
+    monkeypatch.setattr(mua_rl, "masters", watched)
+    alive = []
+    monkeypatch.setattr(
+        mua_rl,
+        "collect",
+        lambda job, step, inner=mua_rl.collect: alive.append(sum(m() is not None for m in made)) or inner(job, step),
+    )
+    small_run(tmp_path / "run", monkeypatch, *flags)
+    assert made and alive == [0]
+
+
+def test_contexts_longer_than_the_model_are_refused(tmp_path, unbroken, monkeypatch):
+    with pytest.raises(mua_rl.UserError, match="1024 positions"):
+        small_run(tmp_path / "run", monkeypatch, "--model", str(unbroken / "cold_start"), "--max-len", "2000")
 
 
 def test_save_gives_peft_an_adapter_and_transformers_the_merged_weights(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import mua_rl
 from chat import CHATML_TEMPLATE, Call, Chat, Role, turn_text
+from domains import shop
 
 transformers = pytest.importorskip("transformers")
 
@@ -161,6 +163,14 @@ def test_a_lived_conversation_equals_its_rendering(both):
         if chat.template.count("enable_thinking"):
             found, right = without(found, think), without(right, think)
         assert found == right, f"seed {seed}:\n{chat.decode(found)!r}\n{chat.decode(right)!r}"
+
+
+def test_a_demonstrated_call_is_read_as_a_call(both):
+    """What the cold start teaches, in each family's own style, is what `parse` understands."""
+    chat, _ = both
+    domain, call = shop.Shop(prompts=True), Call("get_order", {"order": "#A1"})
+    ctx = mua_rl.agent_view(domain, chat, [("user", "Hi"), ("call", call)])
+    assert chat.parse(chat.said(ctx)).calls == (call,)
 
 
 def test_control_strings_in_any_payload_stay_text(both):
