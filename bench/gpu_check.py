@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+import config
+import grpo
 import model as models
 import mua_rl
 import plan
@@ -97,9 +99,9 @@ def ratio_gap(shape: models.ModelConfig) -> None:
     for dtype, bound in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
         policy, todo = random_model(small, dtype, "cuda"), contexts(16, 100, 1000)
         sample_all(Sampler(policy, [0], 16, 256), todo, 60)
-        batch = mua_rl.make_batch(todo, [1.0] * len(todo))
+        batch = grpo.make_batch(todo, [1.0] * len(todo))
         with torch.no_grad():
-            logp = mua_rl.logprobs(policy, batch)[0].cpu()
+            logp = grpo.logprobs(policy, batch)[0].cpu()
         row(
             f"mean |ratio − 1|, sampler against trainer, {dtype}",
             float((logp - batch.sampled).exp().sub(1).abs().mean()),
@@ -133,14 +135,14 @@ def kernels(quick: bool) -> None:
 def grpo_step(shape: models.ModelConfig, quick: bool) -> None:
     """Rollout and one update of full training in bf16 on random weights, with tokens/s and memory against the plan."""
     cfg = dataclasses.replace(
-        mua_rl.PRESETS["qwen3-0.6b"], tasks=4, slots=32, max_len=1024, user_max_len=1024, micro_tokens=8192
+        config.PRESETS["qwen3-0.6b"], tasks=4, slots=32, max_len=1024, user_max_len=1024, micro_tokens=8192
     )
     torch.cuda.reset_peak_memory_stats()
     policy = random_model(shape, torch.bfloat16, "cuda")
     policy.checkpointing = cfg.checkpointing
     reference = random_model(shape, torch.bfloat16, "cuda").requires_grad_(False)
-    trained = mua_rl.masters(list(policy.parameters()))
-    optimizer = mua_rl.followed(torch.optim.AdamW(trained, lr=1e-6))
+    trained = grpo.masters(list(policy.parameters()))
+    optimizer = grpo.followed(torch.optim.AdamW(trained, lr=1e-6))
     todo = contexts(32, 400, 1000)
     sampler, user = Sampler(policy, [0], 32, 1024), Sampler(reference, [0], 32, 1024)
     new = 100 if quick else 400
@@ -148,8 +150,8 @@ def grpo_step(shape: models.ModelConfig, quick: bool) -> None:
     row("decoding, 32 rows after 400 tokens", 32 * new / spent, "tokens/s")
     sample_all(sampler, todo, new)
     rows = [(ctx, 1.0 if i % 2 else -1.0) for i, ctx in enumerate(todo)]
-    clock, guard = mua_rl.Clock(), mua_rl.Guard(Path("skipped"), 3)
-    spent = seconds(lambda: mua_rl.update(policy, reference, optimizer, rows, cfg, 0, clock, guard), 1)
+    clock, guard = mua_rl.Clock(), grpo.Guard(Path("skipped"), 3)
+    spent = seconds(lambda: grpo.update(policy, reference, optimizer, rows, cfg, 0, clock, guard), 1)
     row("training step", sum(len(ctx.ids) for ctx in todo) / spent, "tokens/s")
     peak, planned = torch.cuda.max_memory_allocated(), plan.need(cfg, shape).total()
     row("peak memory over the plan's", peak / planned, "×", 1.1, f"{peak / 2**30:.1f} GiB, {user.slots} user slots")

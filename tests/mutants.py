@@ -37,19 +37,19 @@ CACHE = MODEL + "ragged_cached_chunks_equal_one_full_forward"
 MUTANTS = {
     # ── Which tokens are trained ──
     "mask_off_by_one": Mutant(
-        "mua_rl.py", "at, targets = position - 1,", "at, targets = position,",
+        "grpo.py", "at, targets = position - 1,", "at, targets = position,",
         "each token is predicted from itself: the loss falls to 0, the samples get no better",
         LOSS + "batch_predicts_every_agent_token_from_the_position_before_it_and_nothing_else"),
     "target_not_shifted": Mutant(
-        "mua_rl.py", "targets = position - 1, ids[row, position]", "targets = position - 1, ids[row, position - 1]",
+        "grpo.py", "targets = position - 1, ids[row, position]", "targets = position - 1, ids[row, position - 1]",
         "the ratio is far from 1 before the first update; the agent learns to repeat what it reads",
         LOSS + "batch_predicts_every_agent_token_from_the_position_before_it_and_nothing_else"),
     "user_tokens_trained": Mutant(
-        "mua_rl.py", "torch.tensor(r.roles) == Role.AGENT", "torch.tensor(r.roles) != Role.TEMPLATE",
+        "grpo.py", "torch.tensor(r.roles) == Role.AGENT", "torch.tensor(r.roles) != Role.TEMPLATE",
         "the agent begins to talk like its user and to invent tool results",
         LOSS + "the_mask_comes_from_roles_never_from_ids"),
     "padding_by_id": Mutant(
-        "mua_rl.py", "torch.tensor(r.roles) == Role.AGENT",
+        "grpo.py", "torch.tensor(r.roles) == Role.AGENT",
         "(torch.tensor(r.roles) == Role.AGENT) & (torch.tensor(r.ids) != 0)",
         "where the end token is the padding token, its loss is lost: turns get longer until all are cut",
         LOSS + "the_mask_comes_from_roles_never_from_ids"),
@@ -58,7 +58,7 @@ MUTANTS = {
         "the agent learns to stop where it was cut, in the middle of a word",
         CHAT + "a_cut_turn_gets_an_end_that_is_not_the_agents"),
     "overlong_always_trained": Mutant(
-        "mua_rl.py", '"overlong": cfg.overlong == "train"', '"overlong": True',
+        "grpo.py", '"overlong": cfg.overlong == "train"', '"overlong": True',
         "--overlong mask changes nothing: long answers are unlearned, right or wrong",
         ALGO + "what_each_exit_teaches"),
     # ── Advantages ──
@@ -68,96 +68,96 @@ MUTANTS = {
         "what decides is whether a task was easy: half of the right answers to hard tasks are unlearned",
         ALGO + "advantages_compare_within_a_task_never_over_the_batch"),
     "std_of_a_sample": Mutant(
-        "mua_rl.py", "std = math.sqrt(sum((r - mean) ** 2 for r in known) / n)",
+        "grpo.py", "std = math.sqrt(sum((r - mean) ** 2 for r in known) / n)",
         "std = math.sqrt(sum((r - mean) ** 2 for r in known) / (n - 1))",
         "advantages are smaller than the paper's by √((G − 1)/G): another learning rate in small groups",
         ALGO + "advantages"),
     "equal_rewards_divided_by_rounding": Mutant(
-        "mua_rl.py", "max(known) - min(known) < 1e-6 * max(1.0, *map(abs, known))", "max(known) == min(known)",
+        "grpo.py", "max(known) - min(known) < 1e-6 * max(1.0, *map(abs, known))", "max(known) == min(known)",
         "groups whose rewards are all 0.3 push at random: noise of full size",
         ALGO + "rewards_that_are_equal_but_for_rounding_teach_exactly_nothing"),
     "failed_user_is_reward_0": Mutant(
-        "mua_rl.py", "counted = [t.reward if EXITS[t.exit].counts else None for t in group]",
+        "grpo.py", "counted = [t.reward if EXITS[t.exit].counts else None for t in group]",
         "counted = [t.reward or 0.0 for t in group]",
         "a lost connection is punished: reward falls whenever the user's service is down",
         ALGO + "what_each_exit_teaches"),
     "dropped_members_in_the_mean": Mutant(
-        "mua_rl.py",
+        "grpo.py",
         "known = [r for r in rewards if r is not None]\n    n =", "known = [r or 0.0 for r in rewards]\n    n =",
         "members without a reward still lower the group's mean: right answers look better than they are",
         WORLD + "a_member_whose_user_failed_changes_nothing_for_the_others"),
     "cut_members_not_in_the_mean": Mutant(
-        "mua_rl.py", "t.reward if EXITS[t.exit].counts else", "t.reward if EXITS[t.exit].trained is True else",
+        "grpo.py", "t.reward if EXITS[t.exit].counts else", "t.reward if EXITS[t.exit].trained is True else",
         "groups where most were cut off teach as if those had not happened",
         ALGO + "what_each_exit_teaches"),
     "rloo_baseline_with_oneself": Mutant(
-        "mua_rl.py", '"rloo": (n - 1) / n', '"rloo": 1.0',
+        "grpo.py", '"rloo": (n - 1) / n', '"rloo": 1.0',
         "rloo is dr_grpo: the gradient is short by (G − 1)/G",
         WORLD + "rloo_with_a_constant_mean_is_the_gradient_of_the_expected_reward"),
     "equal_groups_trained": Mutant(
-        "mua_rl.py", "(np.any(a) or not cfg.skip_equal)", "True",
+        "grpo.py", "(np.any(a) or not cfg.skip_equal)", "True",
         "groups that teach nothing fill the denominator: the gradient shrinks as the agent gets better",
         LOSS + "the_whole_loss_equals_its_float64_twin_for_every_combination"),
     # ── The loss ──
     "clip_ends_swapped": Mutant(
-        "mua_rl.py",
+        "grpo.py",
         "ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)", "ratio.clamp(1 - cfg.clip_high, 1 + cfg.clip_low)",
         "Clip-Higher becomes Clip-Lower: entropy collapses as if it were not there",
         LOSS + "each_end_of_the_clip_stops_the_side_it_is_for"),
     "pessimism_turned_round": Mutant(
-        "mua_rl.py", "torch.minimum(ratio * A, clipped * A)", "torch.maximum(ratio * A, clipped * A)",
+        "grpo.py", "torch.minimum(ratio * A, clipped * A)", "torch.maximum(ratio * A, clipped * A)",
         "the clip stops the way back instead of the way out: the policy runs away within a few epochs",
         LOSS + "each_end_of_the_clip_stops_the_side_it_is_for"),
     "ratio_to_itself": Mutant(
-        "mua_rl.py", "old = sampled if batch.old is None else batch.old", "old = logp.detach()",
+        "grpo.py", "old = sampled if batch.old is None else batch.old", "old = logp.detach()",
         "the ratio is always 1, the clip fraction always 0: no trust region in later minibatches",
         LOSS + "each_end_of_the_clip_stops_the_side_it_is_for"),
     "kl_rewarded": Mutant(
-        "mua_rl.py", "loss = loss + cfg.kl * (", "loss = loss - cfg.kl * (",
+        "grpo.py", "loss = loss + cfg.kl * (", "loss = loss - cfg.kl * (",
         "KL grows without bound, and the loss looks better and better",
         LOSS + "kl_estimators_against_the_exact_kl_and_its_gradient"),
     "kl_the_other_way_round": Mutant(
-        "mua_rl.py", "(q - p).exp() - (q - p) - 1", "(p - q).exp() - (p - q) - 1",
+        "grpo.py", "(q - p).exp() - (q - p) - 1", "(p - q).exp() - (p - q) - 1",
         "the logged KL is too large and explodes on rare tokens",
         LOSS + "kl_estimators_against_the_exact_kl_and_its_gradient"),
     "denominator_per_micro_batch": Mutant(
-        "mua_rl.py", "return (weight * loss).sum(), stats", "return loss.mean(), stats",
+        "grpo.py", "return (weight * loss).sum(), stats", "return loss.mean(), stats",
         "the result depends on --micro-tokens: a lone long episode counts as much as fifty short ones",
         LOSS + "loss_and_gradient_do_not_depend_on_micro_batches_row_order_padding_or_packing"),
     "constant_that_is_none": Mutant(
-        "mua_rl.py",
+        "grpo.py",
         "1 / (cfg.tasks * cfg.group_size / cfg.minibatches * cfg.max_len)", "1 / (len(rows) * cfg.max_len)",
         "the denominator depends on what was dropped: the constant mean is biased after all",
         LOSS + "a_constant_mean_does_not_depend_on_what_was_sampled_or_dropped"),
     "sequence_ratio_not_normalised": Mutant(
-        "mua_rl.py", "(total.index_add(0, row, x) / total.index_add(0, row, torch.ones_like(x)))[row]",
+        "grpo.py", "(total.index_add(0, row, x) / total.index_add(0, row, torch.ones_like(x)))[row]",
         "total.index_add(0, row, x)[row]",
         "GSPO without its root: every long episode is clipped",
         LOSS + "the_whole_loss_equals_its_float64_twin_for_every_combination"),
     "weights_not_truncated": Mutant(
-        "mua_rl.py", "c.clamp(max=cfg.tis)", "c",
+        "grpo.py", "c.clamp(max=cfg.tis)", "c",
         "with a sampler in low precision single tokens decide the step: spikes in the gradient norm",
         LOSS + "truncated_importance_weights_use_the_trainers_own_old_log_probs"),
     # ── The update ──
     "temperature_left_out_by_the_trainer": Mutant(
-        "mua_rl.py",
+        "grpo.py",
         "logp, entropy = logprobs(policy, batch, cfg.temperature)", "logp, entropy = logprobs(policy, batch)",
         "the ratio gap is not 0 in the first minibatch, as soon as --temperature is not 1",
         LOSS + "an_update_is_gradient_descent_on_the_loss_written_out"),
     "temperature_left_out_by_the_reference": Mutant(
-        "mua_rl.py", "logprobs(model, b, cfg.temperature)[0]", "logprobs(model, b)[0]",
+        "grpo.py", "logprobs(model, b, cfg.temperature)[0]", "logprobs(model, b)[0]",
         "KL is not 0 at the first step, and pulls towards a flatter or sharper policy",
         LOSS + "an_update_is_gradient_descent_on_the_loss_written_out"),
     "one_epoch_only": Mutant(
-        "mua_rl.py", "enumerate(parts * cfg.epochs)", "enumerate(parts)",
+        "grpo.py", "enumerate(parts * cfg.epochs)", "enumerate(parts)",
         "--epochs changes nothing but the log",
         LOSS + "an_update_is_gradient_descent_on_the_loss_written_out"),
     "gap_of_a_moved_policy": Mutant(
-        "mua_rl.py", "first = first or new", "first = new",
+        "grpo.py", "first = first or new", "first = new",
         "the ratio gap shows how far the policy moved, not how well sampler and trainer agree",
         LOSS + "the_gap_between_sampler_and_trainer_is_taken_before_the_first_update"),
     "nan_let_through": Mutant(
-        "mua_rl.py", "if math.isfinite(loss) and math.isfinite(norm):", "if True:",
+        "grpo.py", "if math.isfinite(loss) and math.isfinite(norm):", "if True:",
         "one bad batch, and every weight is NaN",
         LOSS + "an_update_that_is_not_finite_is_skipped_saved_and_ends_the_run_if_it_goes_on"),
     "temperature_in_the_kernels_gradient": Mutant(
@@ -165,25 +165,25 @@ MUTANTS = {
         "at temperature T the policy gradient is T times too large, the losses are right",
         "test_logprob.py::test_gradcheck"),
     "weights_do_not_follow_their_masters": Mutant(
-        "mua_rl.py", "p.copy_(master)", "p.copy_(p)",
+        "grpo.py", "p.copy_(master)", "p.copy_(p)",
         "in bf16 the loss never moves, though the gradient norm looks healthy",
         "test_run.py::test_masters_step_as_fp32_weights_would_and_the_weights_follow"),
     "last_micro_batch_only": Mutant(
-        "mua_rl.py", "master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)",
+        "grpo.py", "master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)",
         "master.grad = p.grad.float()",
         "in bf16 a larger batch teaches no more than its last micro-batch",
         "test_run.py::test_masters_step_as_fp32_weights_would_and_the_weights_follow"),
     # ── Rollout, resuming ──
     "random_streams_collide": Mutant(
-        "mua_rl.py", "PHASE[phase], step, index, member)", "PHASE[phase], step, index + member)",
+        "evaluation.py", "PHASE[phase], step, index, member)", "PHASE[phase], step, index + member)",
         "members of neighbouring tasks draw the same numbers: less variety than the batch size promises",
         ALGO + "every_task_member_speaker_step_and_phase_has_its_own_stream"),
     "members_share_a_stream": Mutant(
-        "mua_rl.py", "PHASE[phase], step, index, member)", "PHASE[phase], step, index, 0)",
+        "evaluation.py", "PHASE[phase], step, index, member)", "PHASE[phase], step, index, 0)",
         "all members of a group are equal, so is their reward: nothing is ever trained",
         ALGO + "members_of_a_group_differ_and_do_not_depend_on_the_slots"),
     "user_and_agent_share_a_stream": Mutant(
-        "mua_rl.py", "(*key, 1), cfg.user_max_new", "(*key, 0), cfg.user_max_new",
+        "evaluation.py", "(*key, 1), cfg.user_max_new", "(*key, 0), cfg.user_max_new",
         "user and agent draw the same numbers: their words are correlated",
         ALGO + "every_task_member_speaker_step_and_phase_has_its_own_stream"),
     "refilled_groups_repeat_streams": Mutant(
@@ -253,11 +253,11 @@ MUTANTS = {
         "a user who writes <|im_end|> ends its own turn and speaks as somebody else",
         CHAT + "forged_control_tokens_stay_text"),
     "pass_k_as_a_power": Mutant(
-        "mua_rl.py", "return math.comb(successes, k) / math.comb(trials, k)", "return (successes / trials) ** k",
+        "evaluation.py", "return math.comb(successes, k) / math.comb(trials, k)", "return (successes / trials) ** k",
         "pass^4 is too high, the more so the fewer trials there are",
         ALGO + "pass_1_and_pass_hat_k_are_unbiased"),
     "failed_users_in_the_score": Mutant(
-        "mua_rl.py",
+        "evaluation.py",
         "everyone = [[t.reward for t in g if t.reward is not None] for g in groups]",
         "everyone = [[t.reward or 0.0 for t in g] for g in groups]",
         "success falls when the user's service is down",

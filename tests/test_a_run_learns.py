@@ -3,8 +3,9 @@ lifts it again. Three minutes on one core; the name puts it first, so that the o
 
 import json
 
+import config
 import mua_rl
-from mua_rl import Stage, evaluate, make_domain, make_samplers
+from evaluation import Stage, evaluate, make_domain, make_samplers
 from run import checkpoint_of
 
 FLAGS = (
@@ -20,7 +21,7 @@ def test_a_small_run_learns(tmp_path):
     loss = [r["loss"] for r in rows if r["phase"] == "sft"]
     assert loss[-1] < 0.1 * loss[0]
     assert all(r["gap_max"] < 1e-4 for r in rows if r["phase"] == "rl" and r["trained_rows"])
-    cfg, chat, success = mua_rl.read_config(run), mua_rl.Chat.load(run / "checkpoint"), {}
+    cfg, chat, success = config.read_config(run), mua_rl.Chat.load(run / "checkpoint"), {}
     for name in ("cold_start", "checkpoint"):
         weights = mua_rl.models.load(checkpoint_of(run, name))
         stage = Stage(cfg, make_domain(cfg), chat, make_samplers(cfg, chat, weights, weights))

@@ -16,11 +16,16 @@ from hypothesis import strategies as st
 from test_chat import CHAT
 from test_users import task_of
 
+import config
+import grpo
 import model as models
 import mua_rl
 from chat import Context, Role, UserError
+from config import Config
 from domains import shop
-from mua_rl import PHASE, Config, Stage, advantages, collect, interval, pass_hat_k, scores, trained_rows
+from evaluation import PHASE, Stage, interval, pass_hat_k, scores
+from grpo import advantages, trained_rows
+from mua_rl import collect
 from rollout import EXITS, Sampler, Trajectory
 from run import Clock, State
 from tools import FAULTS, FaultyTools
@@ -49,7 +54,7 @@ def test_advantages():
     assert advantages([1, None]) == [0, 0] and advantages([None] * 3) == [0, 0, 0] and advantages([]) == []
 
 
-@pytest.mark.parametrize("kind", mua_rl.CHOICES["advantage"])
+@pytest.mark.parametrize("kind", config.CHOICES["advantage"])
 def test_rewards_that_are_equal_but_for_rounding_teach_exactly_nothing(kind):
     """NVIDIA-NeMo/RL#4161: a spread of rounding errors, divided by itself, would be an advantage of 1."""
     for rewards in ([0.3] * 8, [0.1] * 7, [1.0] * 4, [0.0] * 4, [0.1 + 0.2, 0.3], [1e9, 1e9 + 1e-6], [-2.5, -2.5]):
@@ -379,11 +384,11 @@ REFUSED = {
 @pytest.mark.parametrize("says", REFUSED)
 def test_choices_that_make_no_sense_are_refused_with_the_reason(says):
     with pytest.raises(UserError, match=says) as error:
-        mua_rl.check_config(dataclasses.replace(CFG, **REFUSED[says]))
+        config.check_config(dataclasses.replace(CFG, **REFUSED[says]))
     assert "\n" not in str(error.value)
 
 
 def test_learning_rate_ramp():
-    values = [mua_rl.ramp(s, 100, 5, 0.3, 0.1) for s in range(100)]
+    values = [grpo.ramp(s, 100, 5, 0.3, 0.1) for s in range(100)]
     assert values[0] == pytest.approx(0.2) and values[10] == 1.0 and values[69] == 1.0
     assert values[99] < 0.14 and all(a >= b for a, b in itertools.pairwise(values[5:]))

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import mua_rl
+import config
 from chat import Context, Role, parse, turn_text
-from mua_rl import Config, advantages, grpo_loss, make_batch, token_weights, trained_rows
+from config import Config
+from grpo import advantages, grpo_loss, make_batch, token_weights, trained_rows
 from rollout import EXITS, Limits, converse
 from tools import Call, Task, World
 from user_sim import Heard
@@ -328,7 +329,7 @@ def test_which_choices_are_biased_and_the_docs_say_by_how_much():
 def test_a_member_whose_user_failed_changes_nothing_for_the_others():
     """With any number of broken members, at any place: the rest gets what a group without them would get."""
     rewards = [1.0, 0.0, 0.0, 1.0, 0.5]
-    for kind in mua_rl.CHOICES["advantage"]:
+    for kind in config.CHOICES["advantage"]:
         alone = advantages(rewards, kind)
         for places in itertools.combinations(range(8), 3):
             rest = iter(rewards)

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import config
+import grpo
 import model as models
-import mua_rl
 from chat import Context, Role, UserError
+from config import Config
+from grpo import KL, Batch, Guard, grpo_loss, make_batch, micro_batches, token_weights, trained_rows, update
 from kernels.logprob import linear_logprob
-from mua_rl import KL, Batch, Config, Guard, grpo_loss, make_batch, micro_batches, token_weights, trained_rows, update
 from rollout import Trajectory
 from run import Clock
 
@@ -169,7 +171,7 @@ def combinations(**choices):
             changes |= value if isinstance(value, dict) else {name: value}
         if not (changes.get("turn_credit") and changes.get("ratio") == "sequence"):
             cfg = dataclasses.replace(CFG, **changes)
-            mua_rl.check_objective(cfg)
+            config.check_objective(cfg)
             yield cfg
 
 
@@ -194,7 +196,7 @@ def sampled_of(groups):
     return {i: p for g in groups for t in g for i, p in zip(t.ids, t.logprobs, strict=True)}
 
 
-@pytest.mark.parametrize("kind, over", [(a, m) for a in mua_rl.CHOICES["advantage"] for m in mua_rl.CHOICES["mean"]])
+@pytest.mark.parametrize("kind, over", [(a, m) for a in config.CHOICES["advantage"] for m in config.CHOICES["mean"]])
 def test_the_whole_loss_equals_its_float64_twin_for_every_combination(kind, over):
     groups, n = episodes(), 0
     logp, _, old, ref = tables()
@@ -328,7 +330,7 @@ def test_a_weighted_kl_stays_exact_when_the_policy_has_moved():
         cfg = dataclasses.replace(CFG, kl=1.0, kl_estimator=estimator, kl_ratio=weighted)
         batch = dataclasses.replace(loose(p, q, torch.zeros(9), ref=ref), weight=q.exp())
         assert (float(grpo_loss(p, batch, cfg)[0]) == pytest.approx(exact, abs=1e-12)) == weighted
-    assert KL.keys() == set(mua_rl.CHOICES["kl_estimator"])
+    assert KL.keys() == set(config.CHOICES["kl_estimator"])
 
 
 # ── Batches ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -399,10 +401,10 @@ def test_masked_positions_have_exactly_no_gradient_and_padding_changes_nothing()
     other = batch.ids.clone()
     for i, t in enumerate(rows):
         other[i, len(t.ids) :] = 7  # what stands in the padding can't matter, pad == eos or not
-    assert torch.equal(*(mua_rl.logprobs(policy, dataclasses.replace(batch, ids=ids))[0] for ids in (batch.ids, other)))
+    assert torch.equal(*(grpo.logprobs(policy, dataclasses.replace(batch, ids=ids))[0] for ids in (batch.ids, other)))
     caught = {}
     hook = policy.register_forward_hook(lambda _, __, hidden: caught.update(hidden=hidden) or hidden.retain_grad())
-    logp = mua_rl.logprobs(policy, batch)[0]
+    logp = grpo.logprobs(policy, batch)[0]
     grpo_loss(logp, dataclasses.replace(batch, ref=logp.detach() - 1), CFG)[
         0
     ].backward()  # the KL term moves every token
@@ -418,15 +420,15 @@ def gradient(policy, batches, cfg):
     ref, total = tiny_model(9), 0.0
     for b in batches:
         with torch.no_grad():
-            b = dataclasses.replace(b, ref=mua_rl.logprobs(ref, b, cfg.temperature)[0])
-        loss = grpo_loss(mua_rl.logprobs(policy, b, cfg.temperature)[0], b, cfg)[0]
+            b = dataclasses.replace(b, ref=grpo.logprobs(ref, b, cfg.temperature)[0])
+        loss = grpo_loss(grpo.logprobs(policy, b, cfg.temperature)[0], b, cfg)[0]
         loss.backward()
         total += float(loss.detach())
     return total, torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
-@pytest.mark.parametrize("over", mua_rl.CHOICES["mean"])
-@pytest.mark.parametrize("ratio", mua_rl.CHOICES["ratio"])
+@pytest.mark.parametrize("over", config.CHOICES["mean"])
+@pytest.mark.parametrize("ratio", config.CHOICES["ratio"])
 def test_loss_and_gradient_do_not_depend_on_micro_batches_row_order_padding_or_packing(over, ratio):
     rows, A = flat(3)
     policy, cfg = tiny_model(), dataclasses.replace(CFG, kl=0.1, mean=over, ratio=ratio)
@@ -444,7 +446,7 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_row_order_padding_or_p
 
 def test_a_constant_mean_does_not_depend_on_what_was_sampled_or_dropped():
     rows, _ = flat()
-    for over in mua_rl.CHOICES["mean"]:
+    for over in config.CHOICES["mean"]:
         cfg = dataclasses.replace(CFG, mean=over)
         same = token_weights(rows, cfg)[:3] == token_weights(rows[:3], cfg) == token_weights(rows[3:6], cfg)
         assert same == (over == "constant")

@@ -35,4 +35,4 @@ def test_planting_changes_one_line_of_a_copy_and_the_named_test_fails_there():
 
 def test_there_are_bugs_of_every_part():
     assert len(MUTANTS) >= 24 and {m.file for m in MUTANTS.values()} >= {
-        "mua_rl.py", "rollout.py", "model.py", "chat.py", "tools.py", "kernels/logprob.py"}  # fmt: skip
+        "grpo.py", "rollout.py", "model.py", "chat.py", "tools.py", "kernels/logprob.py"}  # fmt: skip

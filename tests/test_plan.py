@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import config
 import mua_rl
 import plan
 from model import Decoder, KVCache, add_lora
@@ -32,7 +33,7 @@ def test_parameters_and_caches_are_counted_exactly(rank):
     everything = sum(p.numel() for p in model.parameters())
     assert plan.parameters(SMALL)[0] + plan.adapters(SMALL, rank) == everything
     cache = KVCache(SMALL, 3, 50)
-    cfg = dataclasses.replace(mua_rl.Config(), slots=3, max_len=50, user_max_len=50, sft_steps=0)
+    cfg = dataclasses.replace(config.Config(), slots=3, max_len=50, user_max_len=50, sft_steps=0)
     assert plan.need(cfg, SMALL).caches == 2 * 2 * cache.keys.numel() * 4
 
 
@@ -53,7 +54,7 @@ def test_activations_are_near_what_autograd_keeps(rank, checkpointing):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model(torch.zeros(2, T // 2, dtype=torch.long)).sum()
-    cfg = dataclasses.replace(mua_rl.Config(), lora_rank=rank, micro_tokens=T, max_len=T, checkpointing=checkpointing)
+    cfg = dataclasses.replace(config.Config(), lora_rank=rank, micro_tokens=T, max_len=T, checkpointing=checkpointing)
     planned = plan.phase(cfg, SMALL).activations
     if checkpointing:  # the one block that is recomputed at a time is not kept here
         planned -= T * 4 * plan.block_activations(SMALL, rank)
@@ -61,7 +62,7 @@ def test_activations_are_near_what_autograd_keeps(rank, checkpointing):
 
 
 def test_every_preset_has_a_plan(capsys):
-    for name in mua_rl.PRESETS:
+    for name in config.PRESETS:
         mua_rl.main(["plan", "--preset", name])
         out = capsys.readouterr().out
         assert out.startswith(f"{name}:") and "fits a card of" in out

@@ -17,7 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import config
+import grpo
 import mua_rl
+import sft
+import weights
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -29,10 +33,10 @@ SMALL = (
 # group gets an advantage of its own, so that every step moves the weights.
 DRIVER = f"""
 import functools, sys; sys.path.insert(0, {str(ROOT)!r})
-import mua_rl
+import grpo, mua_rl
 mua_rl.tokenizer_texts = functools.partial(mua_rl.tokenizer_texts, n=300)  # a quicker start
 mua_rl.null_baselines = functools.partial(mua_rl.null_baselines, n=50)
-mua_rl.advantages = lambda rewards, eps=0: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
+grpo.advantages = lambda rewards, eps=0: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
 mua_rl.command_line(sys.argv[1:])
 """
 
@@ -157,18 +161,18 @@ def small_run(folder, monkeypatch, *flags, stop_at=None):
     monkeypatch.setattr(mua_rl, "tokenizer_texts", functools.partial(TEXTS, n=300))
     monkeypatch.setattr(mua_rl, "null_baselines", lambda *_: {"do_nothing": 0.0, "careless": 0.5})
     monkeypatch.setattr(
-        mua_rl, "advantages", lambda rewards, *_: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
+        grpo, "advantages", lambda rewards, *_: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
     )
     monkeypatch.setattr(mua_rl, "learn", LEARN if stop_at is None else functools.partial(die_at, stop_at))
     args = ["--run", str(folder), *SMALL, *flags, "--test-tasks", "0", "--eval-tasks", "0", "--threads", "1"]
     args = ["--resume", str(folder)] if (folder / "checkpoint").exists() else args
-    cfg = mua_rl.parse(mua_rl.default_config(args), args, "train")
+    cfg = config.parse(config.default_config(args), args, "train")
     with contextlib.suppress(ZeroDivisionError):
         mua_rl.train(cfg)
     return folder
 
 
-LEARN, TEXTS = mua_rl.learn, mua_rl.tokenizer_texts
+LEARN, TEXTS = mua_rl.learn, sft.tokenizer_texts
 
 
 def die_at(stop_at, job, step, groups, tasks):
@@ -217,8 +221,8 @@ def test_masters_step_as_fp32_weights_would_and_the_weights_follow():
     torch.manual_seed(0)
     half = torch.nn.Parameter(torch.randn(6, 5).bfloat16())
     twin = torch.nn.Parameter(half.detach().float())
-    [master] = mua_rl.masters([half])
-    optimizers = mua_rl.followed(torch.optim.AdamW([master], lr=1e-4)), torch.optim.AdamW([twin], lr=1e-4)
+    [master] = grpo.masters([half])
+    optimizers = grpo.followed(torch.optim.AdamW([master], lr=1e-4)), torch.optim.AdamW([twin], lr=1e-4)
     for _ in range(3):
         for pull in (torch.randn(6, 5).bfloat16(), torch.randn(6, 5).bfloat16()):
             (half * pull).sum().backward()
@@ -233,14 +237,15 @@ def test_masters_step_as_fp32_weights_would_and_the_weights_follow():
 
 def test_no_master_outlives_its_optimizer(tmp_path, unbroken, monkeypatch):
     flags = ["--model", str(unbroken / "cold_start"), "--sft-steps", "2", "--steps", "1", *HALF, "--lora-rank", "2"]
-    made, inner = [], mua_rl.masters
+    made, inner = [], grpo.masters
 
     def watched(parameters):
         found = inner(parameters)
         made.extend(weakref.ref(m) for m in found if hasattr(m, "follower"))
         return found
 
-    monkeypatch.setattr(mua_rl, "masters", watched)
+    for module in (mua_rl, sft):
+        monkeypatch.setattr(module, "masters", watched)
     alive = []
     monkeypatch.setattr(
         mua_rl,
@@ -261,7 +266,7 @@ def test_save_gives_peft_an_adapter_and_transformers_the_merged_weights(tmp_path
     run = small_run(tmp_path / "run", monkeypatch, "--lora-rank", "2", "--lr", "0.01")
     mua_rl.main(["save", str(run), str(tmp_path / "adapter")])
     mua_rl.main(["save", str(run), str(tmp_path / "merged"), "--merge"])
-    ours = mua_rl.trained_weights(mua_rl.read_config(run), run)
+    ours = weights.trained_weights(config.read_config(run), run)
     ids = torch.arange(40)[None]
     base = transformers.AutoModelForCausalLM.from_pretrained(run / "cold_start")
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import mua_rl
+import sft
 from chat import CHATML_TEMPLATE, Call, Chat, Role, turn_text
 from domains import shop
 
@@ -169,7 +169,7 @@ def test_a_demonstrated_call_is_read_as_a_call(both):
     """What the cold start teaches, in each family's own style, is what `parse` understands."""
     chat, _ = both
     domain, call = shop.Shop(prompts=True), Call("get_order", {"order": "#A1"})
-    ctx = mua_rl.agent_view(domain, chat, [("user", "Hi"), ("call", call)])
+    ctx = sft.agent_view(domain, chat, [("user", "Hi"), ("call", call)])
     assert chat.parse(chat.said(ctx)).calls == (call,)
 
 

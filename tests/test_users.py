@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import mua_rl
+import evaluation
 from chat import UserError
 from domains import shop
 from tools import play
@@ -108,7 +108,7 @@ def test_what_the_script_cannot_understand_is_not_the_users_fault():
 
 
 def test_failed_users_count_as_faults_and_unjudged_talks_do_not():
-    shares = mua_rl.fault_shares(["failed", None, None, UNJUDGED, "yes"])
+    shares = evaluation.fault_shares(["failed", None, None, UNJUDGED, "yes"])
     assert shares["user_fault_rate"] == 0.5 and shares["user_unjudged"] == 0.2
 
 

@@ -1,0 +1,334 @@
+"""GRPO, from trajectories to a gradient step:
+
+    Trajectory → advantages → Batch → log-probs → loss → step
+
+Each choice of Config's objective is one line here, and is proved against brute force in tests/test_loss.py and
+tests/test_enumerated.py; docs/algorithm.md has its equation and when to use it. What it leaves out: where trajectories
+come from (rollout.py), and the run around it (mua_rl.py).
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import model as models
+from chat import Context, Role, UserError
+from config import Config
+from kernels.logprob import linear_logprob
+from rollout import EXITS, Trajectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed tensors for one forward and backward. B rows right-padded to L; N predicted tokens, those of role AGENT."""
+
+    ids: Tensor  # [B, L] int64; padding is id 0 and can't matter: attention is causal and padding predicts nothing
+    lengths: Tensor  # [B] tokens of each row that are no padding
+    row: Tensor  # [N] which row …
+    at: Tensor  # [N] … and which position predicts …
+    targets: Tensor  # [N] … this token, found at position at + 1
+    sampled: Tensor  # [N] the sampler's log-prob of the target; nan for demonstrations
+    advantage: Tensor  # [N] A of the target's trajectory, or turn
+    weight: Tensor  # [N] the target's share in the mean over the minibatch
+    old: Tensor | None = None  # [N] log π_old of the target; None: the sampler's is taken for it
+    ref: Tensor | None = None  # [N] log π_ref of the target; None: no KL term
+
+
+Row = Context | Trajectory  # anything with ids, roles, logprobs
+
+
+Credit = float | list[float]  # the advantage of a whole trajectory, or of each of its AGENT tokens
+
+
+def make_batch(rows: Sequence[Row], advantages: Sequence[Credit], weights: Sequence[float] | None = None) -> Batch:
+    """Pack rows. weights: of each token of a row, 1 by default.
+
+    Raises AssertionError if a token is AGENT without a sampled log-prob beside sampled ones, or the reverse.
+    """
+    L = max(len(r.ids) for r in rows)
+    ids = torch.zeros(len(rows), L, dtype=torch.long)
+    mask = torch.zeros(len(rows), L, dtype=torch.bool)
+    logprobs = torch.full((len(rows), L), math.nan)
+    for i, r in enumerate(rows):
+        assert len(r.ids) == len(r.roles) == len(r.logprobs), "a context's three lists have one length"
+        ids[i, : len(r.ids)] = torch.tensor(r.ids)
+        mask[i, : len(r.ids)] = torch.tensor(r.roles) == Role.AGENT
+        logprobs[i, : len(r.ids)] = torch.tensor(r.logprobs)
+    assert not mask[:, 0].any(), "a context never begins with a sampled token"
+    sampled = ~logprobs.isnan()
+    assert bool(((sampled == mask) | ~sampled.any(1, keepdim=True)).all()), "AGENT tokens are those that were sampled"
+    row, position = mask.nonzero(as_tuple=True)
+    credit = [torch.tensor(a).expand(n) for a, n in zip(advantages, mask.sum(1).tolist(), strict=True)]
+    weight = torch.tensor(weights or [1.0] * len(rows))[row]
+    lengths = torch.tensor([len(r.ids) for r in rows])
+    at, targets = position - 1, ids[row, position]
+    return Batch(ids, lengths, row, at, targets, logprobs[row, position], torch.cat(credit), weight)
+
+
+def micro_batches(
+    rows: Sequence[Row], advantages: Sequence[Credit], tokens: int, weights: Sequence[float] | None = None
+) -> list[Batch]:
+    """Rows of like length together, each batch at most `tokens` with padding (one row at least)."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
+    batches, chosen = [], []
+    for i in order:
+        if chosen and (len(chosen) + 1) * len(rows[i].ids) > tokens:
+            batches.append(chosen)
+            chosen = []
+        chosen.append(i)
+    batches.append(chosen)
+    weights = weights or [1.0] * len(rows)
+    return [make_batch([rows[i] for i in b], [advantages[i] for i in b], [weights[i] for i in b]) for b in batches]
+
+
+def logprobs(policy: models.Decoder, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """log π(target) [N] at the sampling temperature, and the entropy there [N]; never holds [B, L, V]."""
+    device = policy.head.device
+    hidden = policy(batch.ids.to(device), batch.lengths.to(device))  # [B, L, H]
+    hidden = hidden[batch.row.to(device), batch.at.to(device)]  # [N, H]
+    return linear_logprob(hidden, policy.head, batch.targets.to(device), temperature)
+
+
+def advantages(rewards: Sequence[float | None], kind: str = "grpo", eps: float = 1e-6) -> list[float]:
+    """How much better each member of one group did than the group (r̄: mean, std: of the population, ÷ n).
+
+    grpo     A_j = (r_j − r̄) / (std r + ε)                                  arXiv 2402.03300 §4.1.2
+    dr_grpo  A_j = r_j − r̄                                                  arXiv 2503.20783 §3.2
+    rloo     A_j = r_j − mean of the other rewards = (r_j − r̄) · n/(n − 1)   arXiv 2402.14740
+
+    A member without a reward (None: the user simulator failed) takes no part and gets 0. A group whose rewards are all
+    equal, but for rounding (1e-6), teaches nothing: all 0.
+    """
+    known = [r for r in rewards if r is not None]
+    n = len(known)
+    if n < 2 or max(known) - min(known) < 1e-6 * max(1.0, *map(abs, known)):
+        return [0.0] * len(rewards)
+    mean = sum(known) / n
+    std = math.sqrt(sum((r - mean) ** 2 for r in known) / n)
+    scale = {"grpo": std + eps, "dr_grpo": 1.0, "rloo": (n - 1) / n}[kind]
+    return [0.0 if r is None else (r - mean) / scale for r in rewards]
+
+
+def turn_advantages(group: list[Trajectory], rewards: Sequence[float | None], cfg: Config) -> list[list[float]]:
+    """For each AGENT token of each member: A_j + ω·A_turn (GiGPO, arXiv 2505.10978 §4).
+
+    A_turn compares all turns of the group that began in the same database state (`Trajectory.states`) by how their
+    episodes ended: a turn's return is the final reward, undiscounted. Raises UserError if the world told no states.
+    """
+    members: dict[str, list[int]] = {}  # state → the member of each turn that began there
+    for j, t in enumerate(group):
+        for state in t.states:
+            members.setdefault(state, []).append(j)
+    step = {}  # (state, member) → A_turn: two turns of one member in one state share it
+    for state, js in members.items():
+        step |= zip([(state, j) for j in js], advantages([rewards[j] for j in js], cfg.advantage), strict=True)
+    out = []
+    for j, (t, A) in enumerate(zip(group, advantages(rewards, cfg.advantage), strict=True)):
+        turns = [len(list(run)) for role, run in itertools.groupby(t.roles) if role == Role.AGENT]  # tokens of each
+        if len(turns) > len(t.states):
+            raise UserError(f"--turn-credit {cfg.turn_credit}: this domain's worlds have no state(); give 0")
+        credit = [A + cfg.turn_credit * step[state, j] for state in t.states]
+        out.append([a for a, n in zip(credit, turns, strict=False) for _ in range(n)])
+    return out
+
+
+def trained_rows(group: list[Trajectory], cfg: Config) -> list[tuple[Trajectory, Credit]]:
+    """The members of one task's group that are trained on, each with its advantage: `rollout.EXITS` says which, and
+    which count in the group's mean and std.
+    """
+    counted = [t.reward if EXITS[t.exit].counts else None for t in group]
+    use = {True: True, False: False, "overlong": cfg.overlong == "train"}
+    if sum(r is not None for r in counted) < 2:
+        return []  # nothing to compare with
+    A = turn_advantages(group, counted, cfg) if cfg.turn_credit else advantages(counted, cfg.advantage)
+    return [
+        (t, a)
+        for t, a in zip(group, A, strict=True)
+        if use[EXITS[t.exit].trained] and Role.AGENT in t.roles and (np.any(a) or not cfg.skip_equal)
+    ]
+
+
+def token_weights(rows: Sequence[Row], cfg: Config) -> list[float]:
+    """What each token of a row weighs in the mean over a whole minibatch, however that is cut into batches later."""
+    n = [r.roles.count(Role.AGENT) for r in rows]
+    if cfg.mean == "token":
+        return [1 / sum(n)] * len(rows)
+    if cfg.mean == "sequence":
+        return [1 / (len(rows) * tokens) for tokens in n]
+    # constant: the planned number of episodes, so that neither lengths nor what was left out can move the denominator
+    return [1 / (cfg.tasks * cfg.group_size / cfg.minibatches * cfg.max_len)] * len(rows)
+
+
+KL = {  # at a token that π_θ sampled; q = log π_ref, p = log π_θ (Schulman, "Approximating KL Divergence", 2020)
+    "k1": lambda q, p: p - q,
+    "k2": lambda q, p: (q - p).square() / 2,
+    "k3": lambda q, p: (q - p).exp() - (q - p) - 1,
+}
+
+
+def grpo_loss(logp: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+    """Σ_t weight_t · [ −c_t · min(ρ_t A_t, clip(ρ_t, 1−ε_lo, 1+ε_hi) A_t) + β KL_t ]   over the N tokens of a batch.
+
+    logp [N]: log π_θ of the targets, with gradient. Weights are shares of the whole minibatch (`token_weights`): the
+    losses of its batches add up. Returns the loss and what is logged, summed over tokens (gap_max: the maximum).
+    """
+    A, weight, sampled, row = (t.to(logp.device) for t in (batch.advantage, batch.weight, batch.sampled, batch.row))
+    old = sampled if batch.old is None else batch.old
+    level = functools.partial(row_mean, row=row) if cfg.ratio == "sequence" else lambda x: x
+    ratio = level(logp - old).exp()  # ρ_t = π_θ / π_old
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    surrogate = torch.minimum(ratio * A, clipped * A)  # PPO, 1707.06347 eq. 7
+    if cfg.dual_clip:
+        surrogate = torch.where(A < 0, torch.maximum(surrogate, cfg.dual_clip * A), surrogate)
+    stats = {"clip_frac": (surrogate != ratio * A).sum()}
+    if batch.old is not None:  # the tokens came from π_sampler, ρ is relative to π_old: c_t = min(π_old / π_sampler, C)
+        c = level(old - sampled).exp()
+        surrogate = surrogate * c.clamp(max=cfg.tis)
+        stats["tis_cut"] = (c > cfg.tis).sum()
+    loss = -surrogate
+    if batch.ref is not None:
+        kl = KL[cfg.kl_estimator](batch.ref, logp)
+        stats["kl"] = kl.detach().sum()
+        loss = loss + cfg.kl * (kl * (logp - sampled).exp() if cfg.kl_ratio else kl)
+    gap = ((logp.detach() - sampled).exp() - 1).abs()
+    stats |= {"loss": loss.detach().sum(), "gap_mean": gap.sum(), "gap_max": gap.max()}
+    return (weight * loss).sum(), stats
+
+
+def row_mean(x: Tensor, row: Tensor) -> Tensor:
+    """Each token's row's mean of x. x [N], row [N] → [N]"""
+    total = torch.zeros(int(row.max()) + 1, dtype=x.dtype, device=x.device)
+    return (total.index_add(0, row, x) / total.index_add(0, row, torch.ones_like(x)))[row]
+
+
+@dataclass
+class Guard:
+    """Lets an update pass only if its loss and gradient are finite. One that does not pass is skipped, and its batches
+    are saved in `folder`, to be looked at; `limit` of them in a row end the run (UserError).
+    """
+
+    folder: Path
+    limit: int
+    in_a_row: int = 0
+
+    def passes(self, loss: float, norm: float, batches: list[Batch], name: str) -> bool:
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            return True
+        self.in_a_row += 1
+        self.folder.mkdir(exist_ok=True)
+        tensors = {f"{i}.{k}": v for i, b in enumerate(batches) for k, v in vars(b).items() if v is not None}
+        save_file(tensors, self.folder / f"{name}.safetensors")
+        if self.in_a_row >= self.limit:
+            raise UserError(
+                f"{name}: loss {loss:.3g}, gradient norm {norm:.3g}, not finite {self.in_a_row} times in a row; look at "
+                f"the batches in {self.folder}, and start a new run, with a smaller --lr or --grad-clip"
+            )
+        return False
+
+
+def update(
+    policy, reference, optimizer, rows: list[tuple[Trajectory, Credit]], cfg: Config, step, clock, guard
+) -> dict:
+    """What one rollout teaches: `epochs` passes over its trajectories in the same `minibatches` minibatches, an
+    optimizer step each. Returns what is logged.
+    """
+    order = list(rows)
+    random.Random(f"minibatches {cfg.seed} {step}").shuffle(order)
+    parts = []
+    for part in (order[i :: cfg.minibatches] for i in range(min(cfg.minibatches, len(order)))):
+        trajectories, A = zip(*part, strict=True)
+        parts.append(micro_batches(trajectories, A, cfg.micro_tokens, token_weights(trajectories, cfg)))
+    with clock("reference"), torch.no_grad():  # what stays as it is while π_θ moves
+        fixed = lambda model, b: logprobs(model, b, cfg.temperature)[0]
+        if cfg.kl:
+            parts = [[dataclasses.replace(b, ref=fixed(reference, b)) for b in part] for part in parts]
+        if cfg.tis:
+            parts = [[dataclasses.replace(b, old=fixed(policy, b)) for b in part] for part in parts]
+    seen, first, norms = [], [], []  # what is logged: of the batches that taught; of the first minibatch, taught or not
+    for k, part in enumerate(parts * cfg.epochs):
+        new = []
+        with clock("training"):
+            for batch in part:
+                logp, entropy = logprobs(policy, batch, cfg.temperature)
+                loss, stats = grpo_loss(logp, batch, cfg)
+                loss.backward()
+                stats |= {"entropy": entropy.sum(), "tokens": len(logp)}
+                new.append({name: float(value) for name, value in stats.items()})
+            norm = float(torch.nn.utils.clip_grad_norm_(trained_by(optimizer), cfg.grad_clip))
+            if guard.passes(sum(s["loss"] for s in new), norm, part, f"step{step}-update{k}"):
+                optimizer.step()
+                seen += new
+                norms.append(norm)
+            optimizer.zero_grad(set_to_none=True)
+        first = first or new  # before the first update the policy is the sampler's: the ratio should be 1
+    total = lambda name, among=seen: sum(s[name] for s in among)
+    n = max(1, total("tokens"))
+    means = {name: total(name) / n for name in new[0] if not name.startswith(("gap", "tokens"))}
+    return means | {
+        "grad_norm": sum(norms) / max(1, len(norms)),
+        "gap_max": max(s["gap_max"] for s in first),
+        "gap_mean": total("gap_mean", first) / total("tokens", first),
+        "skipped_updates": len(parts) * cfg.epochs - len(norms),
+        "trained_tokens": int(total("tokens")),
+        "trained_rows": len(rows),
+    }
+
+
+def masters(parameters: list[Tensor]) -> list[Tensor]:
+    """What an optimizer should step: fp32 parameters themselves; for half-precision ones an fp32 copy that collects their
+    gradients. A step of 1e-6 on a bf16 weight of 1 would be rounded away, and so would small gradients in a long sum.
+    """
+    out = []
+    for p in parameters:
+        master = p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float())
+        if master is not p:
+            master.follower = p
+
+            def collect_gradient(p, master=master):
+                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                p.grad = None
+
+            p.collector = p.register_post_accumulate_grad_hook(collect_gradient)
+        out.append(master)
+    return out
+
+
+def followed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """After each step the half-precision weights take their masters' values."""
+
+    pairs = [(p.follower, p) for p in trained_by(optimizer) if hasattr(p, "follower")]
+
+    @torch.no_grad()
+    def follow(*_):  # knows the parameters, not the optimizer: a circle would keep its state in memory
+        for p, master in pairs:
+            p.copy_(master)
+
+    optimizer.register_step_post_hook(follow)
+    return optimizer
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def ramp(step: int, steps: int, warmup: int, cooldown: float, floor: float) -> float:
+    """Learning-rate factor: linear warm-up, flat, then linear down to `floor` over the last `cooldown` share of steps."""
+    up = min(1.0, (step + 1) / max(1, warmup))
+    down = min(1.0, (steps - step) / max(1.0, cooldown * steps))
+    return up * (floor + (1 - floor) * down)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

