@@ -77,7 +77,7 @@ def block_activations(m: ModelConfig, rank: int) -> int:
 
 
 def need(cfg, m: ModelConfig) -> Need:
-    """The memory of a run with `cfg` (a mua_rl.Config) on a model of shape `m`: of the phase that needs more."""
+    """The memory of a run with `cfg` (a config.Config) on a model of shape `m`: of the phase that needs more."""
     learning = phase(cfg, m)
     if not cfg.sft_steps:
         return learning
