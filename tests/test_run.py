@@ -266,16 +266,18 @@ def test_save_gives_peft_an_adapter_and_transformers_the_merged_weights(tmp_path
     run = small_run(tmp_path / "run", monkeypatch, "--lora-rank", "2", "--lr", "0.01")
     mua_rl.main(["save", str(run), str(tmp_path / "adapter")])
     mua_rl.main(["save", str(run), str(tmp_path / "merged"), "--merge"])
-    ours = weights.trained_weights(config.read_config(run), run)
+    ours = weights.trained_weights(
+        config.read_config(run), run
+    ).double()  # these weights magnify fp32's rounding to 1e-4
     ids = torch.arange(40)[None]
     base = transformers.AutoModelForCausalLM.from_pretrained(run / "cold_start")
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").double().eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").double().eval()
     with torch.no_grad():
         logits, start = ours(ids) @ ours.head.T, mua_rl.models.Base(ours)(ids) @ ours.head.T
         assert (logits - start).abs().max() > 1e-3  # the adapter has learned something
         for theirs in (adapted, merged):
-            torch.testing.assert_close(theirs(ids).logits, logits, rtol=1e-4, atol=1e-4)
+            assert (theirs(ids).logits - logits).abs().max() < 1e-5 * logits.abs().max()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert tokenizer.chat_template and "eos_token_id" in (tmp_path / "merged" / "generation_config.json").read_text()
     with pytest.raises(mua_rl.UserError, match="not empty"):
@@ -392,7 +394,11 @@ def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken):
     done = finished(command(tmp_path, "eval", unbroken, "--n", 4, "--trials", 2, driver=False))
     assert done.returncode == 0 and "pass^2" in done.stdout and "do_nothing" in done.stdout, done.stderr
     talk = subprocess.run(
-        command(tmp_path, "chat", unbroken, driver=False), input="Hello\n\n", capture_output=True, text=True, timeout=60
+        command(tmp_path, "chat", unbroken, driver=False),
+        input="Hello\n\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert talk.returncode == 0 and "reward" in talk.stdout, talk.stderr
     shown = finished(command(tmp_path, "show", unbroken, driver=False), env=os.environ | {"NO_COLOR": "1"})
