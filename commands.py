@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-import os
+import random
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -10,15 +10,16 @@ from pathlib import Path
 
 import torch
 
+import explain
 import model as models
 import report
 from chat import Chat, UserError
 from config import PRESETS, Config, read_config
 from domains import shop
-from evaluation import Stage, evaluate, make_domain, make_samplers, null_baselines, shares
-from rollout import Limits, Sampler, converse, rollout
+from evaluation import Stage, evaluate, make_domain, make_samplers, null_baselines, shares, user_prompt
+from rollout import Limits, converse, rollout
 from run import checkpoint_of
-from user_sim import STOP, Heard
+from user_sim import STOP, Heard, ModelUser
 from weights import is_run, load_pretrained, smollm2, start_of_rl, trained_weights
 
 
@@ -40,9 +41,17 @@ class ChatOptions:
     """You are the user: talk with the trained agent about one task. The wishes are shown; an empty line ends it."""
 
     split: str = "test"
-    task: int = 0  # which task
+    task: int | None = None  # which task; any by default
+    watch: bool = False  # the run's own simulated user talks in your place, and you look on
     temperature: float = 0.0
     seed: int | None = None
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """One episode that was trained on: every token's log-probs, ratio, advantage and loss, and the sum by hand."""
+
+    episode: int | None = None  # which one, as numbered by `show`; the last that was trained on by default
 
 
 @dataclass(frozen=True)
@@ -123,18 +132,27 @@ class Human:
 
 
 def chat_command(name: str, o: ChatOptions) -> None:
-    """You talk, the agent answers, tool calls are shown dimly; at the end the verdict."""
+    """You or the simulated user talk, the agent answers, tool calls are shown dimly; at the end the verdict."""
     if o.split not in shop.SPLITS:
         raise UserError(f"--split {o.split}: choose one of {', '.join(shop.SPLITS)}")
-    cfg, domain, chat, policy, _ = opened(name, o.seed)
-    sampler = Sampler(policy, chat.end_ids, 1, cfg.max_len, o.temperature)
-    task = domain.task(o.split, cfg.seed, o.task)
-    print(f"Your part (an empty line ends the talk):\n{domain.instruction(task)}\n")
-    limits = Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3)
-    dim = ("\033[2m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
-    show = lambda who, text: print(f"{dim[0]}{who}> {text}{dim[1]}") if who in ("call", "tool") else None
-    talk = converse(task, domain, Human(), chat, limits, (cfg.seed, 9, o.task, 0), on_turn=show)
-    [t] = rollout([talk], {"agent": sampler})
+    if o.task is not None and o.task < 0:
+        raise UserError(f"--task {o.task}: give 0 or more")
+    cfg, domain, chat, policy, user = opened(name, o.seed)
+    index = random.randrange(250) if o.task is None else o.task
+    task = domain.task(o.split, cfg.seed, index)
+    whose = "The user's part" if o.watch else "Your part (an empty line ends the talk)"
+    print(f"{whose}, --split {o.split} --task {index}:\n{domain.instruction(task)}\n", flush=True)
+    heard = ("user", "agent", "call", "tool") if o.watch else ("call", "tool")  # the rest `Human` prints
+
+    def show(who: str, text: str) -> None:
+        if who in heard:
+            line = report.painted(f"{who}> {text}", "soft" if who in ("call", "tool") else who, sys.stdout)
+            print(line, flush=True)
+
+    key, prompt = (cfg.seed, 9, index), user_prompt(domain, task)
+    player = ModelUser(chat, prompt, domain.greeting, (*key, 1), cfg.user_max_new) if o.watch else Human()
+    talk = converse(task, domain, player, chat, Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3), (*key, 0), 0, show)
+    [t] = rollout([talk], make_samplers(dataclasses.replace(cfg, slots=1), chat, policy, user, o.temperature))
     print(f"exit: {t.exit}; reward: {t.reward}")
     print("\n".join(t.diff) or "the database is as it should be, and all was told")
 
@@ -169,8 +187,13 @@ def show_command(name: str, o: ShowOptions) -> None:
     report.show(Path(name), o.episode)
 
 
+def explain_command(name: str, o: ExplainOptions) -> None:
+    explain.explain(Path(name), o.episode)
+
+
 COMMANDS = {  # of a run or a model: what it may be asked, and what answers
     "eval": (EvalOptions(), eval_command),
     "chat": (ChatOptions(), chat_command),
     "show": (ShowOptions(), show_command),
+    "explain": (ExplainOptions(), explain_command),
 }

@@ -448,15 +448,16 @@ def main(argv: list[str]) -> None:
     elif command in ("", "-h", "--help"):
         print(__doc__ + USAGE)
     else:
-        raise UserError(f"{command}: no such command; choose train, sft, eval, chat, show, save or plan")
+        raise UserError(f"{command}: no such command; choose train, sft, eval, chat, show, explain, save or plan")
 
 
 USAGE = """
     python mua_rl.py train [--preset tiny|smol] [--seed N] [--steps N] [--minutes M] [--resume RUN]
     python mua_rl.py sft                       only the cold start
     python mua_rl.py eval RUN_OR_MODEL         success on held-out tasks   [--split test --trials 4 --user lm]
-    python mua_rl.py chat RUN                  you are the user
+    python mua_rl.py chat RUN [--watch]        you are the user; or look on while the simulated user talks
     python mua_rl.py show RUN                  where the report is, and one conversation in colour
+    python mua_rl.py explain RUN               one episode token by token, from log-probs to the loss, and that by hand
     python mua_rl.py save RUN FOLDER [--merge] trained weights for transformers and vLLM; an adapter for peft, or merged
     python mua_rl.py plan --preset NAME        what it takes in memory, and which card it fits
 Each takes --help.

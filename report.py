@@ -279,6 +279,8 @@ def html(run: Path) -> Path:
     rows, budget = [{"i": i} | e for i, e in enumerate(episodes)][-MAX_EPISODES:], MAX_TOKENS
     for row in reversed(rows):
         tokens = list(zip(*(row.pop(key, None) or () for key in ("tokens", "roles", "logprobs")), strict=False))
+        for key in ("ids", "states"):  # for `explain`
+            row.pop(key, None)
         n = next((i for i, token in enumerate(tokens) if token[1] not in (Role.SYSTEM, Role.TEMPLATE)), 0)
         if n > MAX_PROMPT:
             tokens[MAX_PROMPT:n] = [(f" [… {n - MAX_PROMPT:,} more tokens of the prompt …] ", Role.SYSTEM, None)]
@@ -299,6 +301,7 @@ def html(run: Path) -> Path:
 # ---- the terminal ----
 
 ANSI = {"user": 34, "agent": 32, "call": 33, "tool": 33, "good": 32, "bad": 31, "soft": 2, "head": 1}
+ANSI |= {"system": 2, "template": 2}  # a token's role, as `explain` paints it
 
 
 def show(run: Path, episode: int | None = None, file=None) -> None:
@@ -324,9 +327,14 @@ def show(run: Path, episode: int | None = None, file=None) -> None:
     print(f"  {facts}" if summary else f"  this run has no summary yet: {resume}", file=file)
     number = len(episodes) - 1 if episode is None else episode
     for kind, text in _talk(number, episodes[number]) if episodes else []:
-        colour = ANSI.get(kind) if file.isatty() and not os.environ.get("NO_COLOR") else None
-        clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)  # no escape of a model's own
-        print(f"\x1b[{colour}m{clean}\x1b[0m" if colour else clean, file=file)
+        print(painted(text, kind, file), file=file)
+
+
+def painted(text: str, kind: str, file) -> str:
+    """Text in the colour of its kind, where `file` is a terminal and NO_COLOR is not set."""
+    colour = ANSI.get(kind) if file.isatty() and not os.environ.get("NO_COLOR") else None
+    clean = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)  # no escape of a model's own
+    return f"\x1b[{colour}m{clean}\x1b[0m" if colour else clean
 
 
 def _talk(number: int, episode: dict) -> Iterator[tuple[str, str]]:

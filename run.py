@@ -204,7 +204,8 @@ class Run:
                     | {"task": t.task, "kind": t.kind, "split": t.split, "member": t.member, "user": user}
                     | {"reward": t.reward, "exit": t.exit, "advantage": A, "diff": list(t.diff), "turns": list(t.turns)}
                     | {"instruction": domain.instruction(task), "tokens": [chat.decode([i]) for i in t.ids]}
-                    | {"roles": list(t.roles), "logprobs": [None if math.isnan(p) else round(p, 4) for p in t.logprobs]}
+                    | {"roles": list(t.roles), "logprobs": [None if math.isnan(p) else round(p, 6) for p in t.logprobs]}
+                    | {"ids": t.ids, "states": t.states}  # for `explain`: a token's text need not tell which it was
                 )
         report.append_episodes(self.folder / "episodes.jsonl.gz", rows)
 

@@ -24,11 +24,13 @@ ALLOWED = {  # file → what it may import of ours, in reading order: nothing im
     "grpo": {"chat", "config", "kernels", "model", "rollout"},
     "evaluation": {"chat", "config", "domains", "rollout", "tools", "user_sim", "api_user", "model"},
     "sft": {"chat", "config", "domains", "evaluation", "grpo", "model", "tools"},
+    "explain": {"chat", "config", "grpo", "model", "report", "rollout", "run", "weights"},
     "commands": {
         "chat",
         "config",
         "domains",
         "evaluation",
+        "explain",
         "grpo",
         "model",
         "report",
