@@ -10,7 +10,6 @@ this group's tokens), and --tis, whose log π_old is not kept by any run.
 
 import dataclasses
 import itertools
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -145,8 +144,8 @@ def table(episode: dict, its: list[Line], out) -> None:
 
 
 def quoted(text: str) -> str:
-    text = json.dumps(text, ensure_ascii=False)
-    return text if len(text) <= 22 else text[:20] + '…"'
+    text = repr(text)
+    return text if len(text) <= 22 else text[:20] + "…" + text[0]
 
 
 def explain(run: Path, number: int | None = None, file=None) -> None:
@@ -165,7 +164,10 @@ def explain(run: Path, number: int | None = None, file=None) -> None:
     episode = episodes[number]
     trainer, by_hand = weigh(run, rows, cfg)
 
-    out(f"Episode {number}: step {episode['step']}, task {episode['task']}, exit {episode['exit']}", "head")
+    out(
+        f"Episode {number}: step {episode['step']}, task {episode['task']}, exit {episode['exit']}, reward {episode['reward']:g}",
+        "head",
+    )
     at = 0
     for role, part in itertools.groupby(episode["roles"]):
         n = len(list(part))
@@ -181,5 +183,5 @@ def explain(run: Path, number: int | None = None, file=None) -> None:
         w, terms = share(lengths, len(its), cfg), sum(x.term for x in its)
         total += w * terms
         out(f"  member {t.member}: reward {t.reward:g}, {len(its):4} tokens of w = {w:.3e}, Σ term {terms:.{DIGITS}f}")
-    out(f"loss = Σ w · term over {sum(lengths)} tokens (--mean {cfg.mean})")
+    out(f"loss = Σ w · term over {sum(lengths)} tokens (--mean {cfg.mean}; as if this group were the whole minibatch)")
     out(f"by hand {total:.9f}  trainer {trainer:.9f}  difference {abs(total - trainer):.1e}", "head")
