@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_every_token_is_shown_turn_by_turn_and_roles_have_colours(folder, monkey
 def test_from_the_shell_without_a_terminal(folder):
     explained(folder)  # leaves the default config
     args = [sys.executable, str(ROOT / "mua_rl.py"), "explain", str(folder), "--episode", "1"]
-    done = subprocess.run(args, capture_output=True, text=True, timeout=120, env=os.environ | {"NO_COLOR": "1"})
+    done = subprocess.run(args, capture_output=True, text=True, timeout=300, env=os.environ | {"NO_COLOR": "1"})
     assert done.returncode == 0 and last(done.stdout)[2] <= 1e-6, done.stderr
 
 
@@ -179,16 +180,20 @@ def test_bad_runs_are_one_line_and_exit_2(tmp_path, folder, capsys):
         assert stop.value.code == 2 and len(out.err.strip().splitlines()) == 1 and str(run) in out.err
 
 
-def test_chat_shows_the_simulated_user_and_the_agent_and_the_verdict(folder):
+def test_chat_shows_the_simulated_user_and_the_agent_and_the_verdict(folder, capsys):
     """--watch: the turns as they happen, then the verdict; a task is chosen or drawn, and always named."""
-    explained(folder, prompts=False)
-    args = [sys.executable, str(ROOT / "mua_rl.py"), "chat", str(folder), "--watch", "--temperature", "1"]
-    run = lambda *more: subprocess.run([*args, *more], capture_output=True, text=True, timeout=120)
-    done = run("--task", "7")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "The user's part, --split test --task 7:" and "Wish: " in done.stdout
-    assert "user> " in done.stdout and "\nexit: " in done.stdout and "; reward: 0" in done.stdout
-    assert "\x1b" not in done.stdout and run("--task", "7").stdout == done.stdout
-    refused = run("--task", "-1")
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+    explained(folder)  # leaves the default config
+
+    def watched(*more) -> str:
+        mua_rl.command_line(["chat", str(folder), "--watch", "--temperature", "1", *more])
+        return capsys.readouterr().out
+
+    first = watched("--task", "7")
+    assert first.startswith("The user's part, --split test --task 7:\n") and "Wish: " in first
+    assert "\nuser> " in first and "\nexit: " in first and "; reward: 0" in first and "\x1b" not in first
+    assert watched("--task", "7") == first
+    drawn = watched()
+    assert watched("--task", re.search(r"--task (\d+):", drawn)[1]) == drawn
+    with pytest.raises(SystemExit) as stop:
+        watched("--task", "-1")
+    assert stop.value.code == 2 and capsys.readouterr().err == "mua_rl: --task -1: give 0 or more\n"
