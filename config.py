@@ -112,7 +112,7 @@ GPU = dict(  # noqa: C408 (reads like Config)
 PRESETS = {
     "tiny": Config(),
     "smol": Config(
-        preset="smol", model="smollm2", dtype="bf16", lora_rank=16, sft_steps=150, sft_talks=6, sft_lr_rest=4e-4, steps=16,
+        preset="smol", model="smollm2", dtype="bf16", lora_rank=16, sft_steps=80, sft_talks=6, sft_lr_rest=4e-4, steps=8,
         tasks=2, lr=2e-5, kl=0.001, minibatches=1, max_new=80, user_max_new=60, max_len=640, user_max_len=512, slots=32,
         micro_tokens=2560, eval_every=0, eval_tasks=0, test_tasks=24, trials=1, save_seconds=120,
     ),
