@@ -378,8 +378,9 @@ class Chat:
     Nothing about the format is written down here. What stands between two speakers' words is read off the template once,
     by rendering a conversation of marks: for ChatML that is `<|im_end|>\n<|im_start|>user\n … <|im_end|>\n`, for Llama 3
     `<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n …`. `end` is the control token that the template puts behind
-    an answer. `more_ends`: ids of further tokens on which sampling stops. `config`, `generation`: what stood in
-    tokenizer_config.json and generation_config.json; it travels along. Raises UserError if the template can't be followed.
+    an answer; `more_ends` are ids of further ones on which sampling stops, as is the config's `eos_token`. `config`,
+    `generation`: what stood in tokenizer_config.json and generation_config.json; it travels along. Raises UserError if the
+    template can't be followed.
     """
 
     def __init__(
@@ -396,7 +397,9 @@ class Chat:
         self._cache: dict[object, Any] = {}
         self._read_template()
         self.end_id = self._controls[self.end]
-        self.end_ids = frozenset([self.end_id, *more_ends])
+        ends = {self.end_id, self._controls.get(self.special.get("eos_token")), *more_ends}
+        # Only a control token can end a turn: transformers writes its own default (2, for a Llama) where there was none.
+        self.end_ids = frozenset(ends & set(self._controls.values()))
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
 
     def _read_template(self) -> None:
@@ -448,7 +451,8 @@ class Chat:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Chat":
-        """From tokenizer.json, tokenizer_config.json or chat_template.jinja, and generation_config.json."""
+        """From tokenizer.json, tokenizer_config.json or chat_template.jinja; end tokens also from generation_config.json
+        and config.json."""
         folder = Path(folder)
         try:
             tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -457,6 +461,7 @@ class Chat:
         except Exception as error:  # tokenizers raises a bare Exception for bad content
             raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}; copy it again") from None
         config, generation = (_read_json(folder / f"{name}_config.json") for name in ("tokenizer", "generation"))
+        model = _read_json(folder / "config.json")
         template = config.pop("chat_template", None)
         if (folder / "chat_template.jinja").exists():
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -464,11 +469,8 @@ class Chat:
             template = {t["name"]: t["template"] for t in template}.get("default", template[0]["template"])
         if not template:
             raise UserError(f"{folder} has no chat template; give an instruct model, or add a chat_template.jinja")
-        ends = generation.get("eos_token_id")  # an int, a list, or absent; every source counts
-        ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
-        eos = _content(config.get("eos_token"))
-        if eos and tokenizer.token_to_id(eos) is not None:
-            ends.append(tokenizer.token_to_id(eos))
+        named = [source.get("eos_token_id") for source in (generation, model)]  # an id, a list of them, or absent
+        ends = [i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
         return cls(tokenizer, template, ends, config, generation)
 
     def save(self, folder: str | Path) -> None:
@@ -734,9 +736,12 @@ def _as_message(call: Call) -> dict:
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}; copy it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; copy it again")
+    return value
 
 
 # ---------------------------------------------------------------- a tokenizer for models trained from scratch

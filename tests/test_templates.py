@@ -25,7 +25,7 @@ SMOL_TEMPLATE = (
 )
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>", "<|eom_id|>"]
+LLAMA = "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>".split()
 FAMILIES = "chatml smollm2 qwen3 qwen3_shared qwen3_instruct_2507 qwen2_5 llama3_1 llama3_2".split()
 # How Llama 3 and Qwen cut text before merging; SmolLM2 does it as GPT-2 did. It matters: line breaks never stick to words.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -123,25 +123,45 @@ def ours(chat, system, tools, messages):
 
 
 def theirs(chat, tokenizer, system, tools, messages, **options):
-    """The same as one rendering by transformers. A template without tools gets what `Chat` promises to say instead."""
-    if not chat.native_tools:
-        plain, results = [], []
-        for message in [*messages, {"role": "end"}]:
-            if message["role"] == "tool":
-                results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
-                continue
-            if results:
-                plain.append({"role": "user", "content": "\n".join(results)})
-                results = []
-            calls = [Call(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
-            text = turn_text(calls, message["content"]) if calls else message.get("content")
-            plain += [{"role": message["role"], "content": text}] * (message["role"] != "end")
-        messages = plain
-    opening, tools = chat._opening(system, tools)
+    """The same as one rendering by transformers. What a template without tools gets instead is written out in `plainly`."""
+    if "tools" not in chat.template:
+        system, tools, messages = plainly(system, tools, messages)
+    opening = [] if system is None else [{"role": "system", "content": system}]
     return tokenizer.apply_chat_template(
         [*opening, *messages], tools=tools, add_generation_prompt=True, enable_thinking=False, date_string="26 Jul 2024",
         return_dict=False, **options,
     )  # fmt: skip
+
+
+PLAIN = """You can use these tools, one JSON schema a line:
+%sTo use a tool, answer with its name and arguments only, like this:
+<tool_call>
+{"name": "lookup", "arguments": {"key": "value"}}
+</tool_call>
+The result comes back in <tool_response> tags."""
+
+
+def plainly(system, tools, messages):
+    """Tools, calls and results as ordinary words, for a template that knows only speakers; without any of chat.py's code."""
+    said = lambda value: json.dumps(value, ensure_ascii=False)
+    if tools:
+        told = PLAIN % "".join(said(tool) + "\n" for tool in tools)
+        system = f"{system}\n\n{told}" if system else told
+    plain = []
+    for message, before in zip(messages, [None, *messages], strict=False):
+        text = message["content"]
+        for c in message.get("tool_calls", []):
+            body = said({key: c["function"][key] for key in ("name", "arguments")})
+            text += ("\n" if text else "") + f"<tool_call>\n{body}\n</tool_call>"
+        if message["role"] != "tool":
+            plain.append({"role": message["role"], "content": text})
+            continue
+        text = f"<tool_response>\n{text}\n</tool_response>"
+        if before["role"] == "tool":  # results in a row share one turn
+            plain[-1]["content"] += "\n" + text
+        else:
+            plain.append({"role": "user", "content": text})
+    return system, None, plain
 
 
 def without(ids, block):
@@ -215,3 +235,21 @@ def test_what_is_written_as_a_call_is_read_back(both):
         chat.speak(ctx, turn_text([call], "", chat.style))
         assert chat.parse(chat.said(ctx)).calls == (call,)
         assert ctx.roles[ctx.open_turn :] == [Role.AGENT] * (len(ctx.ids) - ctx.open_turn)
+
+
+def test_every_published_end_token_ends_a_turn(both, tmp_path):
+    """generation_config.json and config.json name ends as an id or a list; ids of ordinary text, or of nothing, are none."""
+    chat, _ = both
+    names = LLAMA[1:2] + LLAMA[4:6] if "<|eot_id|>" in chat._controls else ["<|im_end|>", "<|endoftext|>"]
+    ids = [chat.tokenizer.token_to_id(name) for name in names]
+    chat.save(tmp_path)
+    for generation, model, ends in [
+        ({"eos_token_id": ids}, {}, ids),
+        ({}, {"eos_token_id": ids}, ids),
+        ({"eos_token_id": ids[0]}, {"eos_token_id": ids[1:]}, ids),
+        ({"eos_token_id": None}, {"eos_token_id": ids[1]}, ids[1:2]),
+        ({"eos_token_id": [chat.tokenizer.token_to_id("e")]}, {"eos_token_id": chat.vocab_size}, []),
+    ]:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        assert Chat.load(tmp_path).end_ids == {chat.end_id, *ends}
