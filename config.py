@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import json
 import math
@@ -56,6 +57,7 @@ class Config:
     tasks: int = 16  # tasks a step
     group_size: int = 8  # G: conversations of each task
     lr: float = 5e-4
+    optimizer: str = "adamw"  # of reinforcement learning; adamw8bit: torchao's, moments in a quarter of the memory
     warmup: int = 5
     cooldown: float = 0.3  # share of the steps in which the learning rate falls to 10 %
     minibatches: int = 2  # optimizer steps an epoch
@@ -176,6 +178,7 @@ CHOICES = {
     "mean": ("token", "sequence", "constant"),
     "kl_estimator": ("k1", "k2", "k3"),
     "overlong": ("mask", "train"),
+    "optimizer": ("adamw", "adamw8bit"),
 }
 
 
@@ -185,6 +188,8 @@ def check_objective(cfg: Config) -> None:
         if getattr(cfg, name) not in choices:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} {getattr(cfg, name)}: choose {', '.join(choices[:-1])} or {choices[-1]}")
+    if cfg.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+        raise UserError("--optimizer adamw8bit: the package torchao is not installed; install it, or choose adamw")
     if cfg.dual_clip and not 1 < cfg.dual_clip < math.inf:
         raise UserError(f"--dual-clip {cfg.dual_clip}: at 1 or less nothing bad is unlearned; give 3, or 0 for off")
     if cfg.tis and not 1 <= cfg.tis < math.inf:

@@ -318,6 +318,27 @@ def followed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def adamw(parameters: list[Tensor], lr: float, kind: str = "adamw") -> torch.optim.Optimizer:
+    """AdamW for reinforcement learning, stepping `masters(parameters)`. "adamw8bit" is torchao's (moments of 8 bits with a
+    scale for each 256, arXiv 2110.02861; of a tensor under 4,096 numbers or no multiple of 256 in fp32).
+    """
+    trained, how = masters(parameters), {"betas": (0.9, 0.95), "weight_decay": 0.0}
+    if kind == "adamw":
+        return followed(torch.optim.AdamW(trained, lr=lr, **how))
+    from torchao.optim import AdamW8bit  # an extra; check_config has seen that it is installed
+
+    optimizer = AdamW8bit(trained, lr=0.0, **how)
+    if not trained[0].is_cuda:  # it compiles its step, which needs a C++ compiler here and gains nothing
+        optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
+    for p in trained:  # a step that moves nothing makes the moments: a resumed run needs them there to refill them
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        p.grad = None
+        optimizer.state[p]["step"].zero_()
+    set_lr(optimizer, lr)
+    return followed(optimizer)
+
+
 def trained_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -331,4 +352,7 @@ def ramp(step: int, steps: int, warmup: int, cooldown: float, floor: float) -> f
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):  # torchao's
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

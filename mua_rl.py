@@ -41,7 +41,7 @@ from evaluation import (
     percent,
     shares,
 )
-from grpo import Guard, advantages, followed, masters, ramp, set_lr, trained_rows, update
+from grpo import Guard, adamw, advantages, ramp, set_lr, trained_rows, update
 from rollout import Trajectory
 from run import Clock, Progress, Run, State, restore_optimizers, save_checkpoint, write_whole
 from sft import sft_optimizers, sft_rows, sft_step, tokenizer_texts
@@ -219,8 +219,7 @@ def optimizers_for(job: Job) -> list[torch.optim.Optimizer]:
     """Muon and AdamW for the cold start, AdamW for reinforcement learning."""
     if job.state.phase == "sft":
         return sft_optimizers(job.policy, job.cfg)
-    trained = masters([p for p in job.policy.parameters() if p.requires_grad])
-    return [followed(torch.optim.AdamW(trained, lr=rl_lr(job.cfg), betas=(0.9, 0.95), weight_decay=0.0))]
+    return [adamw([p for p in job.policy.parameters() if p.requires_grad], rl_lr(job.cfg), job.cfg.optimizer)]
 
 
 def rl_lr(cfg: Config) -> float:

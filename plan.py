@@ -15,6 +15,7 @@ SHAPES = {  # from the models' config.json: hidden, MLP, layers, heads, kv heads
     "Qwen/Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True),
     "Qwen/Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False),
 }
+MOMENTS = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes a parameter; 8 bit: a code each, a fp32 scale for 256
 CARDS = {"24 GB": 24e9, "48 GB": 48e9, "80 GB": 80e9, "141 GB": 141e9}
 
 
@@ -81,7 +82,7 @@ def need(cfg, m: ModelConfig) -> Need:
     learning = phase(cfg, m)
     if not cfg.sft_steps:
         return learning
-    cold_start = phase(replace(cfg, lora_rank=0), m)  # trains all weights, alone
+    cold_start = phase(replace(cfg, lora_rank=0, optimizer="adamw"), m)  # trains all weights, alone
     return max(learning, replace(cold_start, reference=0, caches=0), key=Need.total)
 
 
@@ -101,7 +102,7 @@ def phase(cfg, m: ModelConfig) -> Need:
         reference=0 if cfg.lora_rank else everything * width,
         gradients=trained * 4,
         masters=trained * 4 if half else 0,
-        optimizer=trained * 8,
+        optimizer=round(trained * MOMENTS[cfg.optimizer]),
         caches=cfg.slots * (cfg.max_len + cfg.user_max_len + 2) * per_token,
         activations=T * kept * width,
         logits=3 * rows * m.vocab_size * 4 + (0 if cfg.lora_rank else m.vocab_size * m.hidden_size * 4),

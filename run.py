@@ -66,7 +66,11 @@ def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tens
     out = {}
     for i, optimizer in enumerate(optimizers):
         for p, values in optimizer.state_dict()["state"].items():
-            out |= {f"{i}.{p}.{k}": torch.as_tensor(v).contiguous() for k, v in values.items() if v is not None}
+            for k, v in values.items():
+                if hasattr(v, "__tensor_flatten__"):  # a quantised moment: codes and scales, which safetensors can hold
+                    out |= {f"{i}.{p}.{k}.{part}": getattr(v, part) for part in v.__tensor_flatten__()[0]}
+                elif v is not None:
+                    out[f"{i}.{p}.{k}"] = torch.as_tensor(v).contiguous()
         for p, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if hasattr(parameter, "follower"):  # an fp32 master: the checkpoint's own weights are rounded
                 out[f"{i}.{p}.master"] = parameter.detach()
@@ -83,6 +87,13 @@ def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[st
                 state.setdefault(int(p), {})[name] = value
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for p, values in state.items():
+            for k, like in optimizer.state[parameters[p]].items() if p < len(parameters) else ():
+                if hasattr(like, "__tensor_flatten__"):
+                    parts, how = like.__tensor_flatten__()
+                    found = {part: values.pop(f"{k}.{part}", None) for part in parts}
+                    if any(v is None or v.shape != getattr(like, part).shape for part, v in found.items()):
+                        raise UserError(f"{run}: the optimizer state does not fit the model; start a new run")
+                    values[k] = like.__tensor_unflatten__(found, how)
             if p >= len(parameters) or any(v.dim() and v.shape != parameters[p].shape for v in values.values()):
                 raise UserError(f"{run}: the optimizer state does not fit the model; start a new run")
             if "master" in values:

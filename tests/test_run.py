@@ -244,7 +244,7 @@ def test_no_master_outlives_its_optimizer(tmp_path, unbroken, monkeypatch):
         made.extend(weakref.ref(m) for m in found if hasattr(m, "follower"))
         return found
 
-    for module in (mua_rl, sft):
+    for module in (grpo, sft):
         monkeypatch.setattr(module, "masters", watched)
     alive = []
     monkeypatch.setattr(
