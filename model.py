@@ -470,6 +470,17 @@ class Decoder(nn.Module):
         return self.model["norm"](x)
 
 
+def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
+    """hidden [R, H] · head [V, H]ᵀ in fp32 [R, V], rounded where the trainer's log-probs (kernels/logprob.py) round.
+
+    There half-precision logits never leave the registers on CUDA, so they are not rounded here either; on a CPU the matrix
+    product rounds them, in both places. In fp32 there is nothing to round.
+    """
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, head.T, out_dtype=torch.float32)
+    return (hidden @ head.T).float()
+
+
 @dataclass(frozen=True)
 class Rows:
     """Where rows that lie end to end begin: row r is tokens starts[r] .. starts[r+1]−1 (starts [B + 1] int32)."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from chat import Call, Chat, Context, Malformed, Role, Sample, Say, ToolCalls, turn_text
-from model import Decoder, KVCache
+from model import Decoder, KVCache, logits_of
 from user_sim import Wait
 
 # ---------------------------------------------------------------- how a conversation ends
@@ -464,7 +464,7 @@ class Sampler:
 
     def _choose(self, hidden: Tensor, rows: list[int]) -> list[Context]:
         """A token for each row, from hidden [R, H]. Returns the contexts whose turn is over."""
-        logits = (hidden @ self.model.head.T).float()  # [R, V]
+        logits = logits_of(hidden, self.model.head)  # [R, V]
         contexts = [self.held[s] for s in rows]
         if self.temperature == 0:
             logp = torch.log_softmax(logits, -1)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import model as model_module
 from chat import UserError
+from kernels.logprob import linear_logprob
 from model import (
     Base,
     Decoder,
@@ -158,6 +159,22 @@ def test_bfloat16_runs_and_stays_near():
     cache = KVCache(cfg, 2, 15, torch.bfloat16)
     cached = half.forward_cached(ids, cache, None, torch.zeros(2, dtype=torch.long))
     assert cached.dtype == torch.bfloat16 and relative(cached.float(), exact) < 0.05
+
+
+def test_the_samplers_logits_are_rounded_as_the_trainers_are():
+    """From the same hidden states, peaked as a trained model's: in bf16 sampler and trainer agree far better than either
+    agrees with exact logits, since both round; in fp32 to the last digits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 64, generator=generator) for n in (200, 3000))
+    targets = torch.randint(0, 3000, (200,), generator=generator)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-4)):
+        x, w = hidden.to(dtype), head.to(dtype)
+        logp = lambda logits: logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        ours, exact = logp(model_module.logits_of(x, w)), logp(x.double() @ w.double().T)
+        trainer = linear_logprob(x, w, targets)[0]
+        assert (ours - trainer).abs().mean() < bound
+        if dtype == torch.bfloat16:
+            assert (exact - trainer).abs().mean() > 50 * bound  # the rounding is there to be seen
 
 
 # ---------------------------------------------------------------------------------------------------- the cache
