@@ -3,9 +3,11 @@
 `python mua_rl.py plan --preset NAME` prints it. What the framework itself takes (CUDA's context, fragmentation, the matrix products' workspaces) is in none of them: leave a tenth of the card free.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from chat import UserError
+from kernels.logprob import SLICE
 from model import ModelConfig
 
 GIB = 2**30
@@ -42,7 +44,7 @@ class Need:
     optimizer: int  # AdamW's two moments
     caches: int  # keys and values: the agent's slots and the user's
     activations: int  # one micro-batch, forward and backward
-    logits: int  # a slice of [rows, V], and the gradient of the output matrix
+    logits: int  # slices of [T, V], and the gradients of hidden states and output matrix
 
     def total(self) -> int:
         return sum(vars(self).values())
@@ -77,6 +79,23 @@ def block_activations(m: ModelConfig, rank: int) -> int:
     return norms + attention + mlp + 7 * rank
 
 
+def log_probs(m: ModelConfig, T: int, width: int, device: str, head_trained: bool) -> int:
+    """Bytes that kernels/logprob.py holds beside its input, at most, if all T tokens are predicted.
+
+    Of a slice of C logits: on CUDA the new and the last gradient; in torch also two blocks in fp32 beside the last slice's
+    (backward: logits and π beside the last gradient; forward: logits beside the last logits and exponentials).
+    """
+    (numbers, least), V, H = SLICE.get(device, SLICE["cuda"]), m.vocab_size, m.hidden_size
+    C = min(V, max(least, numbers // max(T, H)))
+    partials = 16 * T * math.ceil(V / C)
+    logits = T * C * (2 * width if device == "cuda" else 12)
+    product = (
+        T * C * width + C * H * width + T * H * 2 * (width == 2)
+    )  # gradient, slice of weights, what d_hidden gains
+    backward = T * H * 4 + V * H * width * head_trained + max(logits, product)
+    return max(backward, partials + T * C * (0 if device == "cuda" else 12 + 2 * (width == 2)))
+
+
 def need(cfg, m: ModelConfig) -> Need:
     """The memory of a run with `cfg` (a config.Config) on a model of shape `m`: of the phase that needs more."""
     learning = phase(cfg, m)
@@ -96,7 +115,6 @@ def phase(cfg, m: ModelConfig) -> Need:
     T, layers = max(cfg.micro_tokens, cfg.max_len), m.num_hidden_layers  # one row at least, however long
     block = block_activations(m, cfg.lora_rank)
     kept = 2 * m.hidden_size + (layers * m.hidden_size + block if cfg.checkpointing else layers * block)
-    rows = max(256, 2**20 // m.vocab_size)
     return Need(
         weights=everything * width + (trained * 4 if cfg.lora_rank else 0),
         reference=0 if cfg.lora_rank else everything * width,
@@ -105,7 +123,7 @@ def phase(cfg, m: ModelConfig) -> Need:
         optimizer=round(trained * MOMENTS[cfg.optimizer]),
         caches=cfg.slots * (cfg.max_len + cfg.user_max_len + 2) * per_token,
         activations=T * kept * width,
-        logits=3 * rows * m.vocab_size * 4 + (0 if cfg.lora_rank else m.vocab_size * m.hidden_size * 4),
+        logits=log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),
     )
 
 

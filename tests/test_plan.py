@@ -1,6 +1,7 @@
 """The memory plan against what torch really keeps."""
 
 import dataclasses
+import itertools
 import runpy
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 import config
 import mua_rl
 import plan
+from kernels.logprob import linear_logprob
 from model import Decoder, KVCache, add_lora
 
 SMALL = dataclasses.replace(
@@ -59,6 +61,26 @@ def test_activations_are_near_what_autograd_keeps(rank, checkpointing):
     if checkpointing:  # the one block that is recomputed at a time is not kept here
         planned -= T * 4 * plan.block_activations(SMALL, rank)
     assert planned == pytest.approx(sum(kept.values()), rel=0.3)
+
+
+def allocated(work):
+    """The most bytes that torch's CPU allocator handed out at a time while `work` ran, beyond what was there before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_trained", [False, True])
+@pytest.mark.parametrize("T", [300, 3000])
+def test_log_probs_are_planned_as_torch_allocates_them(dtype, head_trained, T):
+    m = dataclasses.replace(SMALL, vocab_size=12000)
+    hidden = torch.randn(T, m.hidden_size).to(dtype).requires_grad_()
+    weight = torch.randn(m.vocab_size, m.hidden_size).to(dtype).requires_grad_(head_trained)
+    targets = torch.zeros(T, dtype=torch.long)
+    peak = allocated(lambda: linear_logprob(hidden, weight, targets)[0].sum().backward())
+    assert plan.log_probs(m, T, dtype.itemsize, "cpu", head_trained) == pytest.approx(peak, rel=0.1)
 
 
 def test_every_preset_has_a_plan(capsys):

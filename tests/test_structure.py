@@ -19,7 +19,7 @@ ALLOWED = {  # file → what it may import of ours, in reading order: nothing im
     "report": {"chat"},
     "run": {"chat", "report", "model"},
     "config": {"chat", "run"},
-    "plan": {"chat", "config", "model"},
+    "plan": {"chat", "config", "kernels", "model"},
     "weights": {"chat", "config", "model", "plan", "run"},
     "grpo": {"chat", "config", "kernels", "model", "rollout"},
     "evaluation": {"chat", "config", "domains", "rollout", "tools", "user_sim", "api_user", "model"},
