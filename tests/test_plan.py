@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,10 +88,3 @@ def test_every_preset_has_a_plan(capsys):
         assert out.startswith(f"{name}:") and "fits a card of" in out
     with pytest.raises(mua_rl.UserError, match="no such folder"):
         mua_rl.main(["plan", "--model", "nothing-here"])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run bench/gpu_check.py itself")
-def test_the_gpu_check_says_so_where_there_is_no_gpu(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["gpu_check.py"])
-    runpy.run_path(str(Path(__file__).parents[1] / "bench" / "gpu_check.py"), run_name="__main__")
-    assert "no CUDA device" in capsys.readouterr().out
