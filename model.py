@@ -318,7 +318,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x, rope)
         if rows is not None:
             span = (rows.starts, rows.starts, rows.longest, rows.longest)
-            return self.o_proj(flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], *span, causal=True).flatten(1)[None])
+            how = {"causal": True, "deterministic": True}  # its backward pass would otherwise sum in any order
+            return self.o_proj(flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], *span, **how).flatten(1)[None])
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, L, D]
         grouped = self.heads != self.kv_heads
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -733,8 +733,8 @@ class PlainFlash:
         seen = torch.arange(len(k)) <= past + torch.arange(len(q))[:, None]
         return torch.einsum("hlt,thd->lhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
-    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal):
-        assert causal and cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, deterministic):
+        assert causal and deterministic and cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
         assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max() and cu_seqlens_q[-1] == len(q)
         parts = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens_q)]
         return torch.cat([self.attend(q[p], k[p], v[p], 0) for p in parts])
