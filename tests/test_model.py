@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -505,9 +506,10 @@ def test_a_gguf_cuts_text_as_the_tokenizer_it_names(pre, tmp_path, capsys):
     else:
         theirs = transformers.GPT2Tokenizer(vocab=vocab, merges=pairs)._tokenizer
     if pre == "llama-bpe":
-        default = inspect.signature(transformers.convert_slow_tokenizer.TikTokenConverter.__init__).parameters[
-            "pattern"
-        ]
+        converter = importlib.import_module(
+            "transformers.convert_slow_tokenizer"
+        ).TikTokenConverter  # its default: Llama 3's
+        default = inspect.signature(converter.__init__).parameters["pattern"]
         split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(default.default), "isolated")
         byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
@@ -733,8 +735,12 @@ class PlainFlash:
         seen = torch.arange(len(k)) <= past + torch.arange(len(q))[:, None]
         return torch.einsum("hlt,thd->lhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
-    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, deterministic):
-        assert causal and deterministic and cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    def flash_attn_varlen_func(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, deterministic
+    ):
+        assert (
+            causal and deterministic and cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+        )
         assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max() and cu_seqlens_q[-1] == len(q)
         parts = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens_q)]
         return torch.cat([self.attend(q[p], k[p], v[p], 0) for p in parts])
