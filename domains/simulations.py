@@ -79,22 +79,18 @@ def messages(turns: list[dict], style: str) -> list[dict]:
     out, waiting = [], []
     for at, turn in enumerate(turns):
         role, text = turn["role"], turn["text"]
+        side = "user" if role.startswith("user") else "assistant"
         if role in ("user", "agent"):
-            out.append({"role": "assistant" if role == "agent" else "user", "content": text})
-        elif role in ("call", "user_call"):
-            side = "assistant" if role == "call" else "user"
-            action = parse(text, style if role == "call" else "hermes")
-            items = action.calls if isinstance(action, ToolCalls) else [action]
-            calls = [{"id": f"call_{at}_{i}", "requestor": side} | as_call(item, text) for i, item in enumerate(items)]
-            waiting += calls
-            beside = (action.text if isinstance(action, ToolCalls) else "") or None
-            out.append({"role": side, "content": beside, "tool_calls": calls})
-        else:
-            call = waiting.pop(0)
-            failed = text.startswith("Error: ")
-            out.append(
-                {"role": "tool", "id": call["id"], "content": text, "requestor": call["requestor"], "error": failed}
-            )
+            out.append({"role": side, "content": text})
+            continue
+        if role in ("call", "user_call") or not waiting:  # an empty turn was not logged, only what came back
+            action = parse(text if role.endswith("call") else "", style if side == "assistant" else "hermes")
+            items, beside = (action.calls, action.text) if isinstance(action, ToolCalls) else ([action], "")
+            waiting = [{"id": f"call_{at}_{i}", "requestor": side} | as_call(c, text) for i, c in enumerate(items)]
+            out.append({"role": side, "content": beside or None, "tool_calls": list(waiting)})
+        if role in ("tool", "user_tool"):
+            failed, call = text.startswith("Error: "), waiting.pop(0)
+            out.append({"role": "tool", "id": call["id"], "content": text, "requestor": side, "error": failed})
     return out
 
 
