@@ -140,16 +140,10 @@ PRESETS = {
 
 # What a domain of τ²-bench changes in a preset. Policy and tools take 3,800 to 7,400 tokens, there are no demonstrations to
 # start from, and no split to validate on. With the CPU's preset nothing is measured in `train`: that takes hours.
-TAU2 = dict(
-    prompts=True,
-    sft_steps=0,
-    eval_every=0,
-    eval_tasks=0,
-    max_errors=10,
-    minibatches=1,
-    micro_tokens=8192,
+TAU2 = dict(  # noqa: C408
+    prompts=True, sft_steps=0, eval_every=0, eval_tasks=0, max_errors=10, minibatches=1, micro_tokens=8192,
     checkpointing=True,
-)
+)  # fmt: skip
 TAU2_CPU = dict(  # noqa: C408
     tasks=2, group_size=4, slots=4, max_turns=12, max_new=128, user_max_new=96, max_len=8192, user_max_len=4096, test_tasks=0,
 )  # fmt: skip
