@@ -18,15 +18,15 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
-from chat import Call, Context, Malformed, UserError, parse
-from user_sim import STOP, STOPS, Heard, Turn, Wait, contract_fault
+from chat import Call, Malformed, UserError, parse
+from user_sim import REMINDER, STOPS, Answer, Contracted, Turn, Wait
 
 # ---------------------------------------------------------------- an API: many questions at once, and what goes wrong
 
@@ -66,14 +66,6 @@ class Endpoint:
         for name in ("max_new", "timeout", "attempts", "at_once", "budget"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise UserError(f"{name} {value} of the user's endpoint: it must be above 0")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model said, without its thoughts, and which of the user's tools it called."""
-
-    text: str
-    calls: tuple[Call | Malformed, ...] = ()
 
 
 class Failed(NamedTuple):
@@ -266,76 +258,46 @@ def read_call(value: object) -> Call | Malformed:
 
 # ---------------------------------------------------------------- a user behind an API
 
-MAX_HOPS = 20  # answers a turn; a user that never stops calling tools is broken
-REMINDER = f"""
 
-Your last answer could not be used: {{}}. Write only the customer's next message to the agent, or call a tool of the customer's, if there is any. With nothing left to say, write {STOP}."""
+class ApiUser(Contracted):
+    """A user played by a model behind an `Api`. `messages` is its view, in which the agent is the API's "user"."""
 
-
-class ApiUser:
-    """A user played by a model behind an `Api`. `messages` is its view, in which the agent is the API's "user".
-
-    faults: answers that broke the contract, by kind; failure: why it failed, if it did.
-    """
-
-    ctx: Context | None = None
-    tools: list[dict] | None = None  # where the world has tools for the user, `converse` sets these two
-    act: Callable[[Call], str] | None = None
-
-    def __init__(self, api: Api, instruction: str, greeting: str, stream: tuple[int, ...]):
-        self.api, self.greeting = api, greeting
+    def __init__(
+        self, api: Api, instruction: str, greeting: str, stream: tuple[int, ...], stops: tuple[str, ...] = STOPS
+    ):
+        super().__init__(instruction)
+        self.api, self.greeting, self.stops = api, greeting, stops
         self.messages = [{"role": "system", "content": instruction}]
         seed = api.endpoint.seed  # the members of a group ask the same: with one seed all would hear the same
         self.seed = None if seed is None else random.Random(f"user {seed} {stream}").randrange(2**31)
-        self.faults: Counter[str] = Counter()
-        self.failure = ""
-
-    @property
-    def metrics(self) -> dict:
-        """What the episode's record says of its user."""
-        return {"user_faults": dict(self.faults), "user_failure": self.failure}
 
     def open(self) -> Turn:
-        return self._turn(self.greeting, opening=True)
+        self.messages.append({"role": "user", "content": self.greeting})
+        return self.turn(opening=True)
 
     def reply(self, text: str) -> Turn:
-        return self._turn(text)
-
-    def _turn(self, text: str, opening: bool = False) -> Turn:
-        """Calls of the user's tools, which the agent doesn't see, then a message. What stands beside a call is said as well:
-        a model that has spoken there often has nothing to add when the result comes.
-        """
         self.messages.append({"role": "user", "content": text})
-        said = ""
-        for _ in range(MAX_HOPS):
-            answer = yield from self._answer(opening)
-            if answer is None:
-                return Heard(said, True, True)
-            self._do(answer)
-            said = f"{said}\n\n{answer.text}".strip()
-            ended = any(stop in said for stop in STOPS)
-            if ended or not answer.calls:
-                return Heard(said, ended)
-        self.failure = f"called tools {MAX_HOPS} times in a row"
-        return Heard(said, True, True)
+        return self.turn()
 
-    def _do(self, answer: Answer) -> None:
-        """Adds an answer to the view, runs its calls in order, and adds their results."""
+    def results(self, answer: Answer, texts: list[str]) -> None:
+        """Adds an answer to the view, and what its calls gave."""
         message, results = {"role": "assistant", "content": answer.text}, []
-        for i, call in enumerate(answer.calls):
-            name, id = call.name, f"call_{len(self.messages)}_{i}"
-            function = {"name": name, "arguments": json.dumps(call.arguments)}
+        for i, (call, text) in enumerate(zip(answer.calls, texts, strict=True)):
+            id, function = (
+                f"call_{len(self.messages)}_{i}",
+                {"name": call.name, "arguments": json.dumps(call.arguments)},
+            )
             message.setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
-            results.append({"role": "tool", "tool_call_id": id, "content": self.act(call)})
+            results.append({"role": "tool", "tool_call_id": id, "content": text})
         self.messages += [message, *results]
 
-    def _answer(self, opening: bool) -> Generator[Wait, None, Answer | None]:
+    def answer(self, opening: bool) -> Generator[Wait, None, Answer | None]:
         """An answer that keeps the contract, or None. One that breaks it is asked for again, once, with a reminder that
         stays out of the view: a model at temperature 0 would only repeat itself.
         """
-        system, reminder = self.messages[0]["content"], ""
+        reminder = ""
         for _ in range(2):
-            question = [{"role": "system", "content": system + reminder}, *self.messages[1:]]
+            question = [{"role": "system", "content": self.instruction + reminder}, *self.messages[1:]]
             future = self.api.ask(question, self.tools or None, self.seed)
             try:
                 yield Wait(future)
@@ -345,21 +307,9 @@ class ApiUser:
                 return None
             finally:
                 future.cancel()  # the conversation may have been closed; a finished future does not mind
-            if (fault := self._fault(answer, opening)) is None:
+            if (fault := self.fault(answer, opening)) is None:
                 return answer
             self.faults[fault[0]] += 1
-            reminder = REMINDER.format(fault[1])
+            reminder = "\n\n" + REMINDER.format(fault[1])
         self.failure = f"broke its contract twice, at last so: {fault[0]}"
         return None
-
-    def _fault(self, answer: Answer, opening: bool) -> tuple[str, str] | None:
-        """(kind, what the model did), or None."""
-        names = {tool["function"]["name"] for tool in self.tools or ()}
-        for call in answer.calls:
-            if isinstance(call, Malformed):
-                return "bad_call", f"a tool call could not be read ({call.why})"
-            if call.name not in names:
-                return "unknown_tool", f"the customer has no tool {call.name[:40]!r}"
-        if answer.calls and not answer.text:
-            return None
-        return contract_fault(answer.text, self.messages[0]["content"], opening)

@@ -14,6 +14,7 @@ import torch
 
 from chat import UserError
 from run import checkpoint_of
+from user_sim import KINDS, parse_pool
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Config:
     threads: int = 2  # CPU threads
     device: str = "cpu"  # or cuda
     dtype: str = "fp32"  # of weights and activations: fp32 or bf16 (trained weights then have fp32 masters)
+
+    domain: str = "shop"  # or retail, airline, telecom: τ²-bench's (docs/evaluation.md)
+    data: str = ""  # τ²-bench's data: a folder; empty: TAU2_DATA_DIR
+    task_set: str = "head"  # which of its tasks: head, small (telecom), v0.2.0 or tau1
+    paper_split: bool = False  # train on τ-bench v1's tasks, as the paper did: many are test tasks in other words
 
     model: str = ""  # a pretrained model (folder, Hub name, GGUF file, or "smollm2"); empty: from scratch
     lora_rank: int = 0  # reinforcement learning of adapters of this rank, at ten times --lr; 0: of all weights
@@ -53,7 +59,12 @@ class Config:
     changed: float = 0.33  # share of allowed writes in which the user changes its mind at the read-back
     slip: float = 0.08  # share of users who give a wrong name or number first
 
-    user: str = "lm"  # who plays the user in training: lm (the frozen cold start) or scripted
+    # Who plays the user in training. lm: the frozen cold start; self: the policy's own current weights; frozen:PATH: another
+    # run or model; scripted, stranger: the shop's scripts; openai:MODEL. Several with weights: lm=0.8,scripted=0.2
+    user: str = "lm"
+    user_url: str = ""  # of openai:MODEL; empty: OpenAI's own
+    user_key_env: str = "OPENAI_API_KEY"  # the environment variable that holds its key
+    user_budget: int = 0  # tokens that it may use in this run; 0: no cap
     tasks: int = 16  # tasks a step
     group_size: int = 8  # G: conversations of each task
     lr: float = 5e-4
@@ -90,6 +101,7 @@ class Config:
 
     tool_faults: float = 0.0  # probability that a tool call times out or fails, in training and in evaluation
     max_turns: int = 24
+    max_errors: int = 0  # tool calls that may fail in one conversation, of both sides; 0: any number
     max_new: int = 48  # tokens a turn, agent
     user_max_new: int = 40
     max_len: int = 384  # tokens of the agent's context
@@ -128,6 +140,30 @@ PRESETS = {
 }  # fmt: skip
 
 
+# What a domain of τ²-bench changes in a preset. Policy and tools take 3,800 to 7,400 tokens, there are no demonstrations to
+# start from, and no split to validate on. With the CPU's preset nothing is measured in `train`: that takes hours.
+TAU2 = dict(  # noqa: C408
+    prompts=True, sft_steps=0, eval_every=0, eval_tasks=0, max_errors=10, minibatches=1, micro_tokens=8192,
+    checkpointing=True,
+)  # fmt: skip
+TAU2_CPU = dict(  # noqa: C408
+    tasks=2, group_size=4, slots=4, max_turns=12, max_new=128, user_max_new=96, max_len=8192, user_max_len=4096, test_tasks=0,
+)  # fmt: skip
+TAU2_GPU = dict(  # noqa: C408
+    tasks=16, group_size=8, max_new=1024, max_len=16384, user_max_len=8192, slots=12, test_tasks=40, micro_tokens=16384,
+)  # fmt: skip
+TAU2_PAPER = dict(max_len=32768, user_max_len=16384, slots=8, test_tasks=40, micro_tokens=32768)  # noqa: C408
+DOMAINS = "shop", "retail", "airline", "telecom"
+
+
+def fitted(cfg: Config, domain: str) -> Config:
+    """A preset's values for a domain."""
+    if domain == "shop":
+        return cfg
+    size = TAU2_CPU if cfg.device == "cpu" else TAU2_PAPER if cfg.max_len > 16384 else TAU2_GPU
+    return dataclasses.replace(cfg, domain=domain, **TAU2 | size)
+
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -135,12 +171,10 @@ def check_config(cfg: Config) -> None:
     """Refuses values that can't work. Raises UserError with the value and the remedy."""
     if cfg.group_size < 2:
         raise UserError(f"--group-size {cfg.group_size}: a group's advantage compares its members; give 2 or more")
-    if cfg.user not in ("lm", "scripted"):
-        raise UserError(f"--user {cfg.user}: choose lm or scripted")
+    check_domain(cfg)
     if cfg.dtype not in DTYPES:
         raise UserError(f"--dtype {cfg.dtype}: choose {' or '.join(DTYPES)}")
-    if cfg.device != "cpu" and not (cfg.device.partition(":")[0] == "cuda" and torch.cuda.is_available()):
-        raise UserError(f"--device {cfg.device}: there is none on this machine; choose cpu, or see --preset smol")
+    check_device(cfg.device)
     if not 0 < cfg.temperature < math.inf:
         raise UserError(
             f"--temperature {cfg.temperature}: training needs exploration; give a number above 0, such as 1"
@@ -154,7 +188,7 @@ def check_config(cfg: Config) -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: give a number above 0")
     at_least_0 = (
         "lora_rank steps sft_steps minutes save_seconds kl user_temperature eval_tasks test_tasks eval_every seed warmup "
-        "clip_high turn_credit refill"
+        "clip_high turn_credit refill user_budget max_errors"
     )
     for name in at_least_0.split():
         if not 0 <= getattr(cfg, name) < math.inf:
@@ -170,6 +204,44 @@ def check_config(cfg: Config) -> None:
     if cfg.tasks < cfg.minibatches:
         raise UserError(f"--minibatches {cfg.minibatches}: at most --tasks ({cfg.tasks})")
     check_objective(cfg)
+
+
+def check_device(device: str) -> None:
+    if device != "cpu" and not (device.partition(":")[0] == "cuda" and torch.cuda.is_available()):
+        raise UserError(f"--device {device}: there is none on this machine; choose cpu, or see --preset smol")
+
+
+def check_domain(cfg: Config) -> None:
+    """Refuses what a domain hasn't got. Raises UserError."""
+    if cfg.domain not in DOMAINS:
+        raise UserError(f"--domain {cfg.domain}: choose one of {', '.join(DOMAINS)}")
+    check_user(cfg)
+    if cfg.domain == "shop":
+        if cfg.paper_split:
+            raise UserError("--paper-split: the shop has none; add --domain retail or --domain airline")
+        return
+    if cfg.sft_steps:
+        raise UserError(f"--sft-steps {cfg.sft_steps}: {cfg.domain} has no demonstrations to start from; give 0")
+    if not cfg.model:
+        raise UserError(f"--domain {cfg.domain}: it wants a model that can read; give --model or a preset such as smol")
+    if cfg.eval_every and cfg.eval_tasks:
+        raise UserError(f"--eval-every {cfg.eval_every}: {cfg.domain} has no validation split; give 0")
+    if cfg.paper_split and cfg.domain == "telecom":
+        raise UserError("--paper-split: the paper trained on retail and airline, not on telecom; leave it out")
+    if cfg.paper_split and cfg.task_set == "tau1":
+        raise UserError(
+            "--paper-split --task-set tau1: the split trains on tau1 anyway; --task-set is what it tests on"
+        )
+
+
+def check_user(cfg: Config) -> None:
+    """Refuses users that there are none of. Raises UserError."""
+    scripts = parse_pool(cfg.user).keys() & {"scripted", "stranger"}
+    if scripts and cfg.domain != "shop":
+        others = ", ".join(kind for kind in KINDS if kind not in ("scripted", "stranger"))
+        raise UserError(
+            f"--user {cfg.user}: {cfg.domain} has no script for a {min(scripts)} user; choose among {others}"
+        )
 
 
 CHOICES = {
@@ -218,8 +290,13 @@ def read_config(folder: Path) -> Config:
         ) from None
 
 
-# What a resumed run may change; anything else would make it another run.
+# What a resumed run may change; anything else would make it another run. A user's URL too: it may have moved, and is shown
+# in no message.
 MAY_CHANGE = {
+    "data",
+    "user_url",
+    "user_key_env",
+    "user_budget",
     "resume",
     "run",
     "steps",
@@ -262,7 +339,9 @@ def default_config(args: list[str]) -> Config:
         return read_config(Path(resume))
     if (preset := value("--preset") or "tiny") not in PRESETS:
         raise UserError(f"--preset {preset}: choose one of {', '.join(PRESETS)}")
-    return PRESETS[preset]
+    if (domain := value("--domain") or "shop") not in DOMAINS:
+        raise UserError(f"--domain {domain}: choose one of {', '.join(DOMAINS)}")
+    return fitted(PRESETS[preset], domain)
 
 
 def parse(options, args: list[str], name: str):

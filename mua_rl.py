@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,26 +28,29 @@ import commands
 import model as models
 import plan
 import report
+from api_user import Api
 from chat import CHATML_TEMPLATE, Chat, Role, UserError, train_tokenizer
 from config import DTYPES, Config, check_config, check_resume, default_config, parse
-from domains import shop
 from evaluation import (
     Stage,
+    check_room,
+    check_split,
+    endpoint,
     evaluate,
-    fault_of,
-    fault_shares,
     make_domain,
     make_samplers,
     null_baselines,
     percent,
     shares,
+    user_faults,
 )
 from grpo import Guard, adamw, advantages, ramp, set_lr, trained_rows, update
 from rollout import Trajectory
 from run import Clock, Progress, Run, State, restore_optimizers, save_checkpoint, write_whole
 from sft import sft_optimizers, sft_rows, sft_step, tokenizer_texts
 from tools import Task
-from weights import from_scratch_shape, load_pretrained, load_run, shape_of, start_of_rl
+from user_sim import parse_pool
+from weights import from_scratch_shape, load_pretrained, load_run, other_users, shape_of, start_of_rl
 
 PROCESS_START = time.time() - time.process_time()  # imports included, more or less
 
@@ -86,7 +90,7 @@ class Job:
 
     cfg: Config
     run: Run
-    domain: shop.Shop
+    domain: Any
     chat: Chat
     policy: models.Decoder
     state: State
@@ -94,6 +98,7 @@ class Job:
     progress: Progress
     optimizers: list[torch.optim.Optimizer]
     frozen: models.Decoder | None = None  # the cold start: KL reference and the user's weights
+    api: Api | None = None  # of the user openai:MODEL
     stage: Stage | None = None
     interrupted: bool = False
     before: float = 0.0  # seconds that earlier processes spent on this run
@@ -109,6 +114,8 @@ class Job:
 
     def save(self) -> None:
         self.state.wall = self.wall()
+        if self.api:
+            self.state.user_tokens, self.state.user_troubles = self.api.tokens, dict(self.api.troubles)
         with self.clock("saving"):
             self.state.seconds = dict(self.clock.seconds)
             save_checkpoint(self.run.folder, self.policy, self.chat, self.optimizers, self.state)
@@ -149,6 +156,9 @@ def prepare(cfg: Config) -> Job:
     torch.set_num_threads(cfg.threads)
     folder = Path(cfg.resume or cfg.run or free_name(cfg))
     domain, clock = make_domain(cfg), Clock()
+    for split in ("train", "test") if cfg.test_tasks else ("train",):
+        check_split(domain, split)
+    place = endpoint(cfg)  # what is wrong with it is found before anything is written
     with clock("setup"):
         if cfg.resume:
             chat, policy, state, tensors = load_run(cfg, folder)
@@ -160,11 +170,18 @@ def prepare(cfg: Config) -> Job:
             if (folder / "metrics.jsonl").exists():
                 raise UserError(f"--run {folder} already holds a run: go on with --resume {folder}, or name another")
             (chat, policy), state = start_model(cfg, domain), State()
+        check_room(cfg, domain, chat, policy.cfg.max_position_embeddings)
+        chat.check(domain.tools, domain.system)
+        memory = plan.summary(cfg, policy.cfg)
+        api = Api(place, state.user_tokens) if place else None
+        if api:
+            api.troubles.update(state.user_troubles)
+            api.check()
         run = Run(folder, cfg)
         if cfg.resume:
             run.forget_after(state)
         clock.seconds.update(state.seconds)
-        job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [])
+        job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [], api=api)
         job.before, job.policy.checkpointing = state.wall, cfg.checkpointing
         if not cfg.resume and not cfg.sft_steps:
             start_rl(job)
@@ -172,21 +189,32 @@ def prepare(cfg: Config) -> Job:
             job.optimizers = optimizers_for(job)
         if cfg.resume:
             restore_optimizers(job.optimizers, tensors, folder)
-        chat.check(domain.tools, domain.system)
         job.result("null", "cold_start", lambda: null_baselines(domain, cfg.seed))
     job.progress.say(
         f"run folder {run.folder}; null baselines "
         + ", ".join(f"{k} {v:.0%}" for k, v in state.results["null"].items())
     )
-    if state.results["null"]["do_nothing"] > 0.1:
-        job.progress.say("warning: doing nothing pays in more than 10 % of the tasks")
+    for line in (*notices(job), memory):
+        job.progress.say(line)
     catch_ctrl_c(job)
     if not cfg.resume:
         job.save()  # from here on there is something to resume
     return job
 
 
-def start_model(cfg: Config, domain: shop.Shop) -> tuple[Chat, models.Decoder]:
+def notices(job: Job) -> Iterable[str]:
+    """What a person should know before the run goes on."""
+    if job.state.results["null"]["do_nothing"] > 0.1:
+        yield "warning: doing nothing pays in more than 10 % of the tasks"
+    if hasattr(job.domain, "overlap"):
+        same, tests = job.domain.overlap(), len(job.domain.ids("test"))
+        yield (
+            f"warning: --paper-split trains on all tasks of τ-bench v1, as the paper did. They overlap with the test tasks: {same} of "
+            f"the {tests} want the very writes that a training task wants. Success on them is no success on unseen tasks"
+        )
+
+
+def start_model(cfg: Config, domain: Any) -> tuple[Chat, models.Decoder]:
     """A pretrained model with its chat format, or a new tokenizer and random weights."""
     if cfg.model:
         return load_pretrained(cfg.model, cfg)
@@ -235,7 +263,7 @@ def cold_start(job: Job) -> None:
             rows = sft_rows(job.domain, job.chat, cfg, step)
         with job.clock("cold start"):
             began = time.monotonic()
-            values = sft_step(job.policy, job.optimizers, rows, cfg, step)
+            values = sft_step(job.policy, job.optimizers, rows, cfg, step, job.guard)
         state.trained_tokens += values["tokens"]
         values["train_tok_s"] = values.pop("all_tokens") / (time.monotonic() - began)
         job.run.log("sft", step, seconds=time.monotonic() - job.began, **values)
@@ -265,13 +293,22 @@ def freeze_reference_and_user(job: Job) -> None:
             job.frozen = models.Base(job.policy)  # the same weights, adapters off
         else:
             job.frozen = start_of_rl(cfg, job.run.folder).requires_grad_(False)
-        samplers = make_samplers(cfg, job.chat, job.policy, job.frozen)
-        job.stage = Stage(cfg, job.domain, job.chat, samplers)
+        pool = parse_pool(cfg.user)
+        users = other_users(pool, cfg, job.chat, job.policy)
+        lm = job.frozen if "lm" in pool or (main_user(job) == "lm" and cfg.test_tasks) else None
+        samplers = make_samplers(cfg, job.chat, job.policy, lm, users=users)
+        job.stage = Stage(cfg, job.domain, job.chat, samplers, job.api, {k: chat for k, (_, chat) in users.items()})
     if cfg.test_tasks:
-        measure(job, "cold_start", "test", "lm", 1)
-        measure(job, "cold_start_scripted", "test", "scripted", 1)
+        measure(job, "cold_start", "test", main_user(job), 1)
+        if hasattr(job.domain, "script"):
+            measure(job, "cold_start_scripted", "test", "scripted", 1)
     if job.state.step == 0:
         job.save()
+
+
+def main_user(job: Job) -> str:
+    """Whom evaluations meet: in the shop the language model, whatever it trains with; elsewhere the users it trains with."""
+    return "lm" if hasattr(job.domain, "script") else job.cfg.user
 
 
 def measure(job: Job, name: str, split: str, user: str, trials: int, n: int = 0) -> dict:
@@ -325,13 +362,12 @@ def learn(job: Job, step: int, groups: list[list[Trajectory]], tasks: list[Task]
     if rows:
         values = update(job.policy, job.frozen, job.optimizers[0], rows, cfg, step, clock, job.guard)
     metrics = rollout_metrics(groups) | {"refilled_groups": len(groups) - cfg.tasks}
-    faults = [fault_of(job.domain, task, t) for task, g in zip(tasks, groups, strict=True) for t in g]
     spent = Counter(clock.seconds) - before
     sampled = sum(len(t.ids) + len(t.user_ids) for g in groups for t in g)
     job.state.sampled_tokens += sum(t.metrics["agent_tokens"] for g in groups for t in g)
     job.state.trained_tokens += values["trained_tokens"]
     metrics |= values | {
-        "user_fault": fault_shares(faults)["user_fault_rate"] if cfg.user == "lm" else 0.0,
+        "user_fault": user_faults(job.domain, tasks, groups).get("user_fault_rate", 0.0),
         "sample_tok_s": sampled / max(1e-9, job.rollout_seconds),
         "train_tok_s": sum(len(t.ids) for t, _ in rows) / max(1e-9, spent["training"] + spent["reference"]),
         "rss_mb": peak_mb(),
@@ -363,14 +399,17 @@ def final_evaluation(job: Job) -> None:
     cfg = job.cfg
     if not cfg.test_tasks:
         return
-    measure(job, "final", "test", "lm", cfg.trials)
-    measure(job, "scripted_user", "test", "scripted", 1)
-    measure(job, "unseen_user", "test", "stranger", 1)
-    measure(job, "unseen_combination", "combo", "lm", 1)
-    measure(job, "unseen_names", "names", "lm", 1, n=min(100, cfg.test_tasks))
+    measure(job, "final", "test", main_user(job), cfg.trials)
+    scripts = hasattr(job.domain, "script")
+    if scripts:
+        measure(job, "scripted_user", "test", "scripted", 1)
+        measure(job, "unseen_user", "test", "stranger", 1)
+        measure(job, "unseen_combination", "combo", "lm", 1)
+        measure(job, "unseen_names", "names", "lm", 1, n=min(100, cfg.test_tasks))
     job.stage.samplers["agent"].temperature = 0.0  # the last things measured
-    measure(job, "greedy", "test", "lm", 1)
-    measure(job, "greedy_unseen_user", "test", "stranger", 1)
+    measure(job, "greedy", "test", main_user(job), 1)
+    if scripts:
+        measure(job, "greedy_unseen_user", "test", "stranger", 1)
 
 
 def finish(job: Job) -> dict:
@@ -383,7 +422,7 @@ def finish(job: Job) -> dict:
     null = results.pop("null")
     summary = {
         "preset": cfg.preset, "seed": cfg.seed, "wall_s": round(job.wall(), 1), "peak_rss_mb": peak_mb(),
-        "null": {k: v for k, v in null.items() if k != "careless"}, "careless": null["careless"], **results,
+        "null": {k: v for k, v in null.items() if k != "careless"}, **{k: v for k, v in null.items() if k == "careless"}, **results,
         "user_fault_rate": results.get("cold_start", {}).get("user_fault_rate"),
         "sampled_tokens": state.sampled_tokens, "trained_tokens": state.trained_tokens,
         "sample_tok_s": mean(r.get("sample_tok_s") for r in rl), "train_tok_s": mean(r.get("train_tok_s") for r in rl),
@@ -422,6 +461,9 @@ def train(cfg: Config, stop_after: str = "rl") -> dict:
                 final_evaluation(job)
         except Stop as stop:
             job.progress.say(f"{stop}; go on with: python mua_rl.py train --resume {job.run.folder}")
+        finally:
+            if job.api:
+                job.api.close()
         return finish(job)
 
 
@@ -430,6 +472,8 @@ def main(argv: list[str]) -> None:
     if command in ("train", "sft"):
         default = default_config(args)
         cfg = parse(default, args, command)
+        if command == "sft" and cfg.domain != "shop":
+            raise UserError(f"sft --domain {cfg.domain}: it has no demonstrations to learn from; use train")
         if cfg.resume:
             check_resume(default, cfg)
         train(cfg, stop_after="rl" if command == "train" else "sft")
@@ -452,8 +496,9 @@ def main(argv: list[str]) -> None:
 
 USAGE = """
     python mua_rl.py train [--preset tiny|smol] [--seed N] [--steps N] [--minutes M] [--resume RUN]
+    python mua_rl.py train --domain retail|airline|telecom --data FOLDER --preset smol|qwen3-4b|…
     python mua_rl.py sft                       only the cold start
-    python mua_rl.py eval RUN_OR_MODEL         success on held-out tasks   [--split test --trials 4 --user lm]
+    python mua_rl.py eval RUN_OR_MODEL         success on held-out tasks   [--split test --trials 4 --user lm --out FOLDER]
     python mua_rl.py chat RUN [--watch]        you are the user; or look on while the simulated user talks
     python mua_rl.py show RUN                  where the report is, and one conversation in colour
     python mua_rl.py explain RUN               one episode token by token, from log-probs to the loss, and that by hand

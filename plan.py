@@ -5,10 +5,14 @@
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
 
 from chat import UserError
 from kernels.logprob import SLICE
 from model import ModelConfig
+from user_sim import parse_pool
 
 GIB = 2**30
 SHAPES = {  # from the models' config.json: hidden, MLP, layers, heads, kv heads, head size, vocabulary, tied
@@ -115,16 +119,44 @@ def phase(cfg, m: ModelConfig) -> Need:
     T, layers = max(cfg.micro_tokens, cfg.max_len), m.num_hidden_layers  # one row at least, however long
     block = block_activations(m, cfg.lora_rank)
     kept = 2 * m.hidden_size + (layers * m.hidden_size + block if cfg.checkpointing else layers * block)
+    voices = [kind for kind in parse_pool(cfg.user) if kind in ("lm", "self") or kind.startswith("frozen:")]
+    users = max(len(voices), cfg.domain == "shop")  # the shop's evaluations always meet "lm"
     return Need(
         weights=everything * width + (trained * 4 if cfg.lora_rank else 0),
         reference=0 if cfg.lora_rank else everything * width,
         gradients=trained * 4,
         masters=trained * 4 if half else 0,
         optimizer=round(trained * MOMENTS[cfg.optimizer]),
-        caches=cfg.slots * (cfg.max_len + cfg.user_max_len + 2) * per_token,
+        caches=cfg.slots * (cfg.max_len + 1 + users * (cfg.user_max_len + 1)) * per_token,
         activations=T * kept * width,
         logits=log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),
     )
+
+
+def summary(cfg, m: ModelConfig) -> str:
+    """The plan in a line, with what would make it smaller. Raises UserError where the caches alone don't fit."""
+    n, free = need(cfg, m), free_memory(cfg.device)
+    if free is not None and n.caches > free:
+        raise UserError(
+            f"--slots {cfg.slots} --max-len {cfg.max_len} --user-max-len {cfg.user_max_len}: keys and values take "
+            f"{n.caches / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; give less of one of them"
+        )
+    left = "" if free is None else f"; {free / GIB:.1f} GiB are free"
+    return (
+        f"memory: about {n.total() / GIB:.1f} GiB in all: weights {(n.weights + n.reference) / GIB:.1f}, keys and values "
+        f"{n.caches / GIB:.1f} (--slots), activations {n.activations / GIB:.1f} (--micro-tokens){left}"
+    )
+
+
+def free_memory(device: str) -> int | None:
+    """Bytes that are free on a device, or None where nobody says."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def table(cfg, m: ModelConfig) -> str:

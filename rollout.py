@@ -42,6 +42,7 @@ EXITS = {
     "transferred": Exit("graded", True, True),
     "turn_limit": Exit("zero", True, True),
     "malformed": Exit("zero", True, True),
+    "too_many_errors": Exit("zero", True, True),
     "reply_full": Exit("zero", True, "overlong"),
     "context_full": Exit("zero", True, "overlong"),
     "user_failed": Exit("none", False, False),
@@ -51,12 +52,14 @@ EXITS = {
 @dataclass(frozen=True)
 class Limits:
     """max_turns: agent's turns an episode; max_new: tokens a turn; max_len: tokens of the agent's whole
-    context; max_malformed: malformed turns in a row that end the episode."""
+    context; max_malformed: malformed turns in a row that end the episode; max_errors: calls of both sides that failed, as
+    many end it too (0: any number)."""
 
     max_turns: int
     max_new: int
     max_len: int
     max_malformed: int
+    max_errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,9 @@ def converse(
         action = chat.parse(text)
         log.turn(action, text)
         match action:
-            case ToolCalls(calls):
+            case ToolCalls(calls, beside):
+                if beside and hasattr(world, "tell_beside"):
+                    world.tell_beside(beside)
                 results = [_execute(world, call, log) for call in calls if not world.transferred]
                 if world.transferred:
                     return finish("transferred")
@@ -131,6 +136,8 @@ def converse(
                 chat.hear(ctx, heard.text)
         if log.malformed_in_a_row >= limits.max_malformed:
             return finish("malformed")
+        if limits.max_errors and log.errors >= limits.max_errors:
+            return finish("too_many_errors")
     return finish("turn_limit")
 
 
@@ -150,10 +157,11 @@ class Log:
         self.turns: list[dict] = []
         self.states: list[str] = []
         self.tools: Counter[str] = Counter()
-        self.agent_turns = self.malformed = self.malformed_in_a_row = 0
+        self.agent_turns = self.malformed = self.malformed_in_a_row = self.errors = 0
 
     def add(self, role: str, text: str | None) -> str:
         if text:
+            self.errors += role in ("tool", "user_tool") and text.startswith("Error: ")
             self.turns.append({"role": role, "text": text})
             if self.on_turn is not None:
                 self.on_turn(role, text)

@@ -59,6 +59,8 @@ class State:
     wall: float = 0.0  # seconds of all processes that worked on the run
     seconds: dict[str, float] = field(default_factory=dict)
     results: dict = field(default_factory=dict)  # evaluations and baselines so far
+    user_tokens: int = 0  # that the user behind an API has used, of --user-budget
+    user_troubles: dict[str, int] = field(default_factory=dict)  # its attempts without an answer, by reason
 
 
 def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -210,15 +212,19 @@ class Run:
         rows = []
         for task, group in zip(tasks, groups, strict=True):
             for t, A in zip(group, advantages([t.reward for t in group]), strict=True):
-                rows.append(
-                    where
-                    | {"task": t.task, "kind": t.kind, "split": t.split, "member": t.member, "user": user}
-                    | {"reward": t.reward, "exit": t.exit, "advantage": A, "diff": list(t.diff), "turns": list(t.turns)}
-                    | {"instruction": domain.instruction(task), "tokens": [chat.decode([i]) for i in t.ids]}
-                    | {"roles": list(t.roles), "logprobs": [None if math.isnan(p) else round(p, 6) for p in t.logprobs]}
-                    | {"ids": t.ids, "states": t.states}  # for `explain`: a token's text need not tell which it was
-                )
+                rows.append(where | episode(domain, chat, task, t, user) | {"advantage": A})
         report.append_episodes(self.folder / "episodes.jsonl.gz", rows)
+
+
+def episode(domain, chat: Chat, task, t, user: str) -> dict:
+    """A conversation as it is kept, with its tokens, to be looked at."""
+    return (
+        {"task": t.task, "kind": t.kind, "split": t.split, "member": t.member, "user": user}
+        | {"reward": t.reward, "exit": t.exit, "diff": list(t.diff), "turns": list(t.turns)}
+        | {"instruction": domain.instruction(task), "tokens": [chat.decode([i]) for i in t.ids]}
+        | {"roles": list(t.roles), "logprobs": [None if math.isnan(p) else round(p, 6) for p in t.logprobs]}
+        | {"ids": t.ids, "states": t.states}  # for `explain`: a token's text need not tell which it was
+    )
 
 
 class Progress:

@@ -11,7 +11,7 @@ from chat import Call, Chat, Context, turn_text
 from config import Config
 from domains import shop
 from evaluation import user_prompt
-from grpo import followed, logprobs, masters, micro_batches, ramp, set_lr, trained_by
+from grpo import Guard, followed, logprobs, masters, micro_batches, ramp, set_lr, trained_by
 from tools import Task, play
 
 
@@ -83,7 +83,9 @@ def sft_optimizers(policy: models.Decoder, cfg: Config) -> list[torch.optim.Opti
     return [followed(optimizer) for optimizer in (*muon, adam)]
 
 
-def sft_step(policy: models.Decoder, optimizers: list, rows: list[Context], cfg: Config, step: int) -> dict:
+def sft_step(
+    policy: models.Decoder, optimizers: list, rows: list[Context], cfg: Config, step: int, guard: Guard
+) -> dict:
     """One cold-start step: cross-entropy on each speaker's own tokens (role AGENT in its own view)."""
     factor = ramp(step, cfg.sft_steps, 20, cfg.sft_cooldown, 0.02)
     for optimizer, lr in zip(optimizers, (cfg.sft_lr, cfg.sft_lr_rest)[-len(optimizers) :], strict=True):
@@ -96,7 +98,10 @@ def sft_step(policy: models.Decoder, optimizers: list, rows: list[Context], cfg:
         loss.backward()
         total += float(loss.detach())
     norm = float(torch.nn.utils.clip_grad_norm_([p for o in optimizers for p in trained_by(o)], cfg.grad_clip))
+    passes = guard.passes(total, norm, batches, f"cold-start{step}")
     for optimizer in optimizers:
-        optimizer.step()
+        if passes:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return {"loss": total, "tokens": tokens, "grad_norm": norm, "all_tokens": sum(len(r.ids) for r in rows)}
+    values = {"loss": total, "tokens": tokens, "grad_norm": norm, "all_tokens": sum(len(r.ids) for r in rows)}
+    return values if passes else values | {"skipped_updates": 1}

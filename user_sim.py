@@ -1,5 +1,5 @@
 """Simulated users. One interface: `open()` and `reply(text)` are coroutines that yield requests and return what was `Heard`.
-A scripted user yields nothing; one played by a language model in this process yields a `Sample` a turn; one behind an API
+A scripted user yields nothing; one played by a language model in this process yields `Sample`s; one behind an API
 (api_user.py) yields `Wait`s, and the scheduler decodes for the others until its answer is there.
 
 A user sees its instruction and the agent's messages, never the agent's tool calls; the agent never sees the instruction.
@@ -8,11 +8,13 @@ Not here: what a domain's scripted user says (that is the domain's).
 
 import random
 import re
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
-from chat import Chat, Context, Sample, UserError
+from chat import Call, Chat, Context, Malformed, Sample, ToolCalls, UserError
 
 UNJUDGED = "unjudged"
 STOP = "###STOP###"  # a user's message that holds it ends the conversation
@@ -59,11 +61,17 @@ class ScriptedUser:
 
 
 class ModelUser:
-    """A user played by a language model: its own context, in which the agent is the other side."""
+    """A user played by a language model in this process: its own context, in which the agent is the other side.
 
-    def __init__(self, chat: Chat, instruction: str, greeting: str, stream: tuple[int, ...], max_new: int):
-        self.chat, self.greeting, self.max_new = chat, greeting, max_new
-        self.ctx = chat.start(instruction, None, stream)
+    speaker: whose weights play it (a name among the samplers).
+    """
+
+    def __init__(
+        self, chat: Chat, instruction: str, greeting: str, stream: tuple[int, ...], max_new: int, speaker: str = "user",
+        tools: list[dict] | None = None,
+    ):  # fmt: skip
+        self.chat, self.greeting, self.max_new, self.speaker = chat, greeting, max_new, speaker
+        self.instruction, self.ctx = instruction, chat.start(instruction, tools, stream)
 
     def open(self) -> Turn:
         heard = yield from self.reply(self.greeting)  # a stop before the first wish is a failure too
@@ -74,25 +82,144 @@ class ModelUser:
         (`ctx.full` says that it was that).
         """
         self.chat.hear(self.ctx, text)
-        yield Sample("user", self.ctx, self.max_new)
+        yield Sample(self.speaker, self.ctx, self.max_new)
         said = self.chat.said(self.ctx).strip()
         failed = self.ctx.full or not said
         return Heard(said, STOP in said or failed, failed)
 
 
+# ---------------------------------------------------------------- users that must keep a contract
+
+MAX_HOPS = 20  # answers a turn; a user that never stops calling tools is broken
+REMINDER = f"""Your last answer could not be used: {{}}. Write only the customer's next message to the agent, or call a tool of the customer's, if there is any. With nothing left to say, write {STOP}."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a user's model said, without its thoughts, and which of the user's tools it called."""
+
+    text: str
+    calls: tuple[Call | Malformed, ...] = ()
+
+
+class Contracted:
+    """What users have in common whose answers are looked at before anybody hears them, and who may have tools.
+
+    faults: answers that broke the contract, by kind; failure: why the user failed, if it did. A user brings `answer(opening)`,
+    a coroutine of an Answer or None, and `results(answer, texts)`, which adds its calls' results to its view.
+    """
+
+    ctx: Context | None = None
+    stops: tuple[str, ...] = STOPS
+    tools: list[dict] | None = None  # where the world has tools for the user, `converse` sets these two
+    act: Callable[[Call], str] | None = None
+
+    def __init__(self, instruction: str):
+        self.instruction, self.faults, self.failure = instruction, Counter[str](), ""
+
+    @property
+    def metrics(self) -> dict:
+        """What the episode's record says of its user."""
+        return {"user_faults": dict(self.faults), "user_failure": self.failure}
+
+    def turn(self, opening: bool = False) -> Turn:
+        """Calls of the user's tools, which the agent doesn't see, then a message. What stands beside a call is said as well:
+        a model that has spoken there often has nothing to add when the result comes.
+        """
+        said = ""
+        for _ in range(MAX_HOPS):
+            answer = yield from self.answer(opening)
+            if answer is None:
+                return Heard(said, True, True)
+            self.results(answer, [self.act(call) for call in answer.calls])
+            said = f"{said}\n\n{answer.text}".strip()
+            ended = any(stop in said for stop in self.stops)
+            if ended or not answer.calls:
+                return Heard(said, ended)
+        self.failure = f"called tools {MAX_HOPS} times in a row"
+        return Heard(said, True, True)
+
+    def fault(self, answer: Answer, opening: bool) -> tuple[str, str] | None:
+        """(kind, what the model did), or None."""
+        names = {tool["function"]["name"] for tool in self.tools or ()}
+        for call in answer.calls:
+            if isinstance(call, Malformed):
+                return "bad_call", f"a tool call could not be read ({call.why})"
+            if call.name not in names:
+                return "unknown_tool", f"the customer has no tool {call.name[:40]!r}"
+        if answer.calls and not answer.text:
+            return None
+        return contract_fault(answer.text, self.instruction, opening)
+
+
+class ContractedModelUser(Contracted, ModelUser):
+    """A `ModelUser` that was not trained for the part, so its answers are looked at, and that may have tools.
+
+    A context only grows: an answer that broke the contract and the reminder that followed stay in its view.
+    """
+
+    def __init__(self, *args, stops: tuple[str, ...] = STOPS, **options):
+        ModelUser.__init__(self, *args, **options)
+        Contracted.__init__(self, self.instruction)
+        self.stops = stops
+
+    def open(self) -> Turn:
+        self.chat.hear(self.ctx, self.greeting)
+        return self.turn(opening=True)
+
+    def reply(self, text: str) -> Turn:
+        self.chat.hear(self.ctx, text)
+        return self.turn()
+
+    def answer(self, opening: bool) -> Generator[Sample, None, Answer | None]:
+        """An answer that keeps the contract, or None. One that breaks it is asked for again, once."""
+        for attempt in range(2):
+            yield Sample(self.speaker, self.ctx, self.max_new)
+            if self.ctx.full:
+                self.failure = "its context is full"
+                return None
+            answer = read_turn(self.chat.parse(self.chat.said(self.ctx)))
+            if (fault := self.fault(answer, opening)) is None:
+                return answer
+            self.faults[fault[0]] += 1
+            if not attempt:
+                self.chat.hear(self.ctx, REMINDER.format(fault[1]))
+        self.failure = f"broke its contract twice, at last so: {fault[0]}"
+        return None
+
+    def results(self, answer: Answer, texts: list[str]) -> None:
+        if texts:
+            self.chat.observe(self.ctx, texts)
+
+
+def read_turn(action: Any) -> Answer:
+    """A sampled turn as a user's answer. An unclosed thought is an empty one."""
+    if isinstance(action, ToolCalls):
+        return Answer(action.text, action.calls)
+    return Answer("" if isinstance(action, Malformed) else action.text)
+
+
 # ---------------------------------------------------------------- a pool
 
+KINDS = "lm", "self", "frozen:PATH", "scripted", "stranger", "openai:MODEL"
 
-def parse_pool(text: str, kinds: tuple[str, ...]) -> dict[str, float]:
-    """ "lm:0.8,scripted:0.2" → {"lm": 0.8, "scripted": 0.2}; "lm" alone has weight 1. Errors: UserError."""
+
+def parse_pool(text: str) -> dict[str, float]:
+    """ "lm=0.8,scripted=0.2" → {"lm": 0.8, "scripted": 0.2}; without a number the weight is 1. Errors: UserError."""
     pool: dict[str, float] = {}
     for part in text.split(","):
-        kind, _, weight = (piece.strip() for piece in part.partition(":"))
-        if kind not in kinds or kind in pool:
-            raise UserError(f"user {kind!r} in {text!r}: choose among {', '.join(kinds)}, each at most once")
-        if not re.fullmatch(r"[0-9]*\.?[0-9]+", weight or "1") or not float(weight or 1):
-            raise UserError(f"weight {weight!r} in {text!r}: give a positive number, as in lm:0.8,scripted:0.2")
-        pool[kind] = float(weight or 1)
+        kind, _, weight = (piece.strip() for piece in (part if "=" in part else part + "=1").rpartition("="))
+        if not any(
+            kind == k or (":" in k and kind.startswith(k.partition(":")[0] + ":") and kind[-1] != ":") for k in KINDS
+        ):
+            raise UserError(
+                f"--user {text}: no user {kind!r}; choose among {', '.join(KINDS)}, such as lm=0.8,scripted=0.2"
+            )
+        if kind in pool or (kind.startswith("openai:") and any(k.startswith("openai:") for k in pool)):
+            raise UserError(f"--user {text}: {kind} comes twice; name each kind once, and one openai:MODEL at most")
+        if not re.fullmatch(r"[0-9]*\.?[0-9]+", weight) or not float(weight):
+            raise UserError(f"--user {text}: weight {weight!r}; give a number above 0, as in lm=0.8,scripted=0.2")
+        pool[kind] = float(weight)
     return pool
 
 

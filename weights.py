@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -59,6 +60,19 @@ def load_pretrained(name: str, cfg: Config) -> tuple[Chat, models.Decoder]:
         policy, tokenizer, template, special = models.load_gguf(path)
         return Chat(tokenizer, template, config=special), policy.to(cfg.device, DTYPES[cfg.dtype])
     return Chat.load(path), models.load(path, DTYPES[cfg.dtype], cfg.device)
+
+
+def other_users(pool: Iterable[str], cfg: Config, chat: Chat, policy) -> dict[str, tuple[models.Decoder, Chat]]:
+    """The weights, and their chat format, of the kinds of users that are neither scripts nor the frozen start: "self", the
+    policy's current ones, and "frozen:PATH"."""
+    voices = {}
+    for kind in pool:
+        if kind == "self":
+            voices[kind] = policy, chat
+        elif kind.startswith("frozen:"):
+            its, model = load_pretrained(kind.removeprefix("frozen:"), cfg)
+            voices[kind] = model.requires_grad_(False), its
+    return voices
 
 
 def smollm2() -> Path:

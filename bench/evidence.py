@@ -140,13 +140,13 @@ def test(run: str, seed: int, no_lm: bool) -> dict[str, list[float]]:
     import commands
     from evaluation import Stage, evaluate, make_samplers
 
-    cfg, domain, chat, policy, user = commands.opened(run, seed)
+    cfg, domain, chat, policy, voices = commands.opened(run, commands.Place(seed=seed), {"lm": 1.0})
     found = {}
     for label, who in TESTED.items():
         if no_lm and who == "lm":
             continue
         its = dataclasses.replace(cfg, tool_faults=0.15 if "fail" in label else 0.0)
-        stage = Stage(its, domain, chat, make_samplers(its, chat, policy, user, 1.0))
+        stage = Stage(its, domain, chat, make_samplers(its, chat, policy, None, 1.0, voices))
         result, _ = evaluate(stage, "test", TESTS, 1, who)
         found[label] = [result[k] for k in ("success", "lo", "hi")]
     return found

@@ -790,6 +790,7 @@ class Shop:
     mix: Mix = Mix()
     name: str = "shop"
     greeting: str = GREETING
+    splits = RESIDUES
 
     @property
     def system(self) -> str | None:

@@ -315,6 +315,10 @@ class World(tools.World):
         except Exception as error:
             return f"Error: {error}", True
 
+    def tell_beside(self, text: str) -> None:
+        """A message beside calls: upstream does not deliver it, and yet looks for facts in it."""
+        self.tell(text)
+
     # The reward: a product of components. A component is 1 if all its checks are true.
 
     def checks(self, component: str) -> list[tuple[str, bool]]:
@@ -552,6 +556,39 @@ class Domain:
     def holds(self, world: World, assertion: dict) -> bool:
         """Whether one of a task's assertions, {func_name, arguments, assert_value}, is met."""
         raise UserError(f"{self.name} has no assertion {assertion['func_name']}")
+
+
+class PaperSplit:
+    """A domain that trains on all tasks of τ-bench v1 (`trained`), as the paper did, and tests on those of `tested`."""
+
+    def __init__(self, trained: Domain, tested: Domain):
+        self.trained, self.tested = trained, tested
+        self.splits = tested.splits | trained.splits
+
+    def of(self, task: Task) -> Domain:
+        return self.trained if task.split == "train" else self.tested
+
+    def ids(self, split: str) -> tuple[str, ...]:
+        return (self.trained if split == "train" else self.tested).ids(split)
+
+    def task(self, split: str, seed: int, index: int) -> Task:
+        return (self.trained if split == "train" else self.tested).task(split, seed, index)
+
+    def world(self, task: Task) -> World:
+        return self.of(task).world(task)
+
+    def instruction(self, task: Task) -> str:
+        return self.of(task).instruction(task)
+
+    def overlap(self) -> int:
+        """How many tests want just the writes that a training task wants."""
+        writes = {tool.__name__ for tool in self.tested.writes}
+        wanted = lambda task: canonical([[a.name, a.arguments] for a in task.gold if a.name in writes])
+        seen = {wanted(self.trained.task_by_id(id)) for id in self.trained.records} - {canonical([])}
+        return sum(wanted(self.tested.task_by_id(id)) in seen for id in self.tested.ids("test"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tested, name)
 
 
 # ── Tools that every domain has ──────────────────────────────────────────────────────────────────────────────────────

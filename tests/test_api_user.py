@@ -19,10 +19,10 @@ from test_chat import CHAT
 from test_rollout import LIMITS, MODEL, Domain, Task, World, call_ids
 
 import api_user
-from api_user import FATAL, MAX_HOPS, Api, ApiUser, Endpoint, Failed, ServiceError, read_answer, retry_wait, scrub
+from api_user import FATAL, Api, ApiUser, Endpoint, Failed, ServiceError, read_answer, retry_wait, scrub
 from chat import Role, Sample, UserError, turn_text
 from rollout import Sampler, converse, rollout
-from user_sim import STOP, STOPS, Wait
+from user_sim import MAX_HOPS, STOP, STOPS, Wait
 
 KEY = "sk-test-0123456789abcdef"
 CERTIFICATES = functools.cache(ssl.create_default_context)  # no client here needs them, and each would read them anew

@@ -116,8 +116,13 @@ def test_failed_users_count_as_faults_and_unjudged_talks_do_not():
 
 
 def test_a_pool_is_drawn_by_its_weights_and_by_the_episodes_stream():
-    pool = parse_pool("lm:3, scripted:1", ("lm", "scripted", "api"))
-    assert pool == {"lm": 3.0, "scripted": 1.0} and parse_pool("lm", ("lm",)) == {"lm": 1.0}
+    pool = parse_pool("lm=3, scripted")
+    assert pool == {"lm": 3.0, "scripted": 1.0} and parse_pool("lm") == {"lm": 1.0}
+    assert parse_pool("frozen:runs/a,self=.5,openai:org/m:free=2") == {
+        "frozen:runs/a": 1,
+        "self": 0.5,
+        "openai:org/m:free": 2,
+    }
     drawn = [choose(pool, (0, 1, i, 2)) for i in range(4000)]
     assert drawn == [choose(pool, (0, 1, i, 2)) for i in range(4000)]
     assert abs(drawn.count("lm") - 3000) < 5 * (4000 * 0.75 * 0.25) ** 0.5  # five standard deviations
@@ -128,11 +133,28 @@ def test_a_pool_is_drawn_by_its_weights_and_by_the_episodes_stream():
     assert random.getstate() == state  # nobody else's numbers are used up
 
 
-@pytest.mark.parametrize("text", ["", "lm:0", "lm:-1", "lm:nan", "lm:inf", "lm:x", "bot", "lm:1,lm:2", "lm,", "lm:1:2"])
+BAD_POOLS = [
+    "",
+    "lm=0",
+    "lm=-1",
+    "lm=nan",
+    "lm=inf",
+    "lm=x",
+    "bot",
+    "lm=1,lm=2",
+    "lm,",
+    "lm=",
+    "lm:1",
+    "frozen:",
+    "openai",
+]
+
+
+@pytest.mark.parametrize("text", [*BAD_POOLS, "openai:a,openai:b"])
 def test_a_bad_pool_is_refused_in_one_line(text):
     with pytest.raises(UserError) as error:
-        parse_pool(text, ("lm", "scripted"))
-    assert repr(text) in str(error.value) and "\n" not in str(error.value)
+        parse_pool(text)
+    assert f"--user {text}:" in str(error.value) and "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------- the contract
