@@ -47,7 +47,7 @@ class Config:
     induction: bool = True  # write an induction head into the initial weights (see model.wire_induction)
     prompts: bool = False  # policy and tool schemas in the agent's prompt (weights trained from scratch know them)
 
-    sft_steps: int = 520  # cold start: optimizer steps on fresh demonstrations
+    sft_steps: int = 640  # cold start: optimizer steps on fresh demonstrations
     sft_talks: int = 16  # demonstrations a step, each seen from both sides
     sft_lr: float = 0.02  # Muon, for matrices
     sft_lr_rest: float = 5e-3  # AdamW, for embeddings and norms
