@@ -33,6 +33,7 @@ from evaluation import (
     make_domain,
     make_samplers,
     null_baselines,
+    open_api,
     shares,
     split_size,
 )
@@ -157,11 +158,8 @@ def eval_command(name: str, o: EvalOptions) -> None:
     null = null_baselines(domain, cfg.seed, split=o.split)
     for agent, rate in null.items():
         print(f"{agent:20} {rate:6.1%}   (scripted agent, no model)", flush=True)
-    place = endpoint(cfg)
-    api = Api(place, records.user_tokens if records else 0) if place else None
+    api = open_api(endpoint(cfg), records.user_tokens if records else 0)
     try:
-        if api:
-            api.check()
         samplers = make_samplers(cfg, chat, policy, None, o.temperature, voices)
         stage = Stage(cfg, domain, chat, samplers, api, {k: its for k, (_, its) in voices.items() if k != "user"})
         result, groups = watched(stage, o, n, records)

@@ -75,6 +75,20 @@ def endpoint(cfg: Config) -> Endpoint | None:
     return Endpoint(model, *place, temperature=cfg.user_temperature, budget=cfg.user_budget or None)
 
 
+def open_api(place: Endpoint | None, tokens: int = 0, troubles: dict[str, int] | None = None) -> Api | None:
+    """The API of an endpoint that has answered once. tokens, troubles: what a resumed run has had. Errors: UserError."""
+    if place is None:
+        return None
+    api = Api(place, tokens)
+    api.troubles.update(troubles or {})
+    try:
+        api.check()
+    except BaseException:
+        api.close()
+        raise
+    return api
+
+
 @dataclass
 class Stage:
     """What conversations need: the domain, the chat format, and the samplers that serve agent and users. Samplers go by

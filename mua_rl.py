@@ -40,6 +40,7 @@ from evaluation import (
     make_domain,
     make_samplers,
     null_baselines,
+    open_api,
     percent,
     shares,
     user_faults,
@@ -173,10 +174,7 @@ def prepare(cfg: Config) -> Job:
         check_room(cfg, domain, chat, policy.cfg.max_position_embeddings)
         chat.check(domain.tools, domain.system)
         memory = plan.summary(cfg, policy.cfg)
-        api = Api(place, state.user_tokens) if place else None
-        if api:
-            api.troubles.update(state.user_troubles)
-            api.check()
+        api = open_api(place, state.user_tokens, state.user_troubles)
         run = Run(folder, cfg)
         if cfg.resume:
             run.forget_after(state)
