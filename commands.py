@@ -152,6 +152,7 @@ def eval_command(name: str, o: EvalOptions) -> None:
     cfg, domain, chat, policy, voices = opened(name, o, pool)
     check_split(domain, o.split)
     check_room(cfg, domain, chat, policy.cfg.max_position_embeddings)
+    plan.check(cfg, policy.cfg, ("caches",))  # the weights are there already
     print(plan.summary(cfg, policy.cfg), file=sys.stderr)
     n, what = split_size(domain, o.split, o.n), settings(name, o, cfg, domain)
     records = Records(Path(o.out), what | {"n": n}) if o.out else None

@@ -108,6 +108,7 @@ class Config:
     user_max_len: int = 384  # tokens of the user's context
     slots: int = 160  # conversations at once
     micro_tokens: int = 3072  # padded tokens in one forward and backward
+    share_prefix: bool = True  # what a batch's episodes have in common at their beginning is computed once
 
     eval_every: int = 10
     eval_tasks: int = 100  # during training
@@ -304,6 +305,7 @@ MAY_CHANGE = {
     "threads",
     "slots",
     "micro_tokens",
+    "share_prefix",
     "eval_every",
     "eval_tasks",
     "test_tasks",

@@ -42,6 +42,7 @@ class Batch:
     weight: Tensor  # [N] the target's share in the mean over the minibatch
     old: Tensor | None = None  # [N] log π_old of the target; None: the sampler's is taken for it
     ref: Tensor | None = None  # [N] log π_ref of the target; None: no KL term
+    shared: int = 0  # tokens that all rows begin with in common, and that are computed once
 
 
 Row = Context | Trajectory  # anything with ids, roles, logprobs
@@ -50,8 +51,10 @@ Row = Context | Trajectory  # anything with ids, roles, logprobs
 Credit = float | list[float]  # the advantage of a whole trajectory, or of each of its AGENT tokens
 
 
-def make_batch(rows: Sequence[Row], advantages: Sequence[Credit], weights: Sequence[float] | None = None) -> Batch:
-    """Pack rows. weights: of each token of a row, 1 by default.
+def make_batch(
+    rows: Sequence[Row], advantages: Sequence[Credit], weights: Sequence[float] | None = None, shared: int = 0
+) -> Batch:
+    """Pack rows. weights: of each token of a row, 1 by default. shared: how many tokens they have in common at first.
 
     Raises AssertionError if a token is AGENT without a sampled log-prob beside sampled ones, or the reverse.
     """
@@ -72,29 +75,55 @@ def make_batch(rows: Sequence[Row], advantages: Sequence[Credit], weights: Seque
     weight = torch.tensor(weights or [1.0] * len(rows))[row]
     lengths = torch.tensor([len(r.ids) for r in rows])
     at, targets = position - 1, ids[row, position]
-    return Batch(ids, lengths, row, at, targets, logprobs[row, position], torch.cat(credit), weight)
+    return Batch(ids, lengths, row, at, targets, logprobs[row, position], torch.cat(credit), weight, shared=shared)
 
 
 def micro_batches(
-    rows: Sequence[Row], advantages: Sequence[Credit], tokens: int, weights: Sequence[float] | None = None
+    rows: Sequence[Row],
+    advantages: Sequence[Credit],
+    tokens: int,
+    weights: Sequence[float] | None = None,
+    share: bool = False,
 ) -> list[Batch]:
-    """Rows of like length together, each batch at most `tokens` with padding (one row at least)."""
+    """Rows of like length together, each batch at most `tokens` with padding (one row at least).
+
+    share: what all rows of a batch have in common at their beginning is computed, and counted, once. Sorted by length
+    and not by group, rows still share what costs most, the policy and the tools: one prefix for several groups.
+    """
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
-    batches, chosen = [], []
+    batches: list[tuple[list[int], int]] = []
     for i in order:
-        if chosen and (len(chosen) + 1) * len(rows[i].ids) > tokens:
-            batches.append(chosen)
-            chosen = []
-        chosen.append(i)
-    batches.append(chosen)
-    weights = weights or [1.0] * len(rows)
-    return [make_batch([rows[i] for i in b], [advantages[i] for i in b], [weights[i] for i in b]) for b in batches]
+        L, (chosen, P) = len(rows[i].ids), batches[-1] if batches else ([], 0)
+        P = min(P, common(rows[chosen[0]], rows[i])) if share and chosen else 0
+        if chosen and (len(chosen) + 1) * L - spared(P, len(chosen) + 1, L) <= tokens:
+            batches[-1] = ([*chosen, i], P)
+        else:
+            batches.append(([i], L))
+    weights, out = weights or [1.0] * len(rows), []
+    for chosen, P in batches:
+        values = ([x[i] for i in chosen] for x in (rows, advantages, weights))
+        out.append(make_batch(*values, P if spared(P, len(chosen), len(rows[chosen[-1]].ids)) else 0))
+    return out
+
+
+def spared(P: int, B: int, L: int) -> int:
+    """The tokens that B rows of L need not compute when they share P; 0 if below a tenth, since a shared prefix has a price:
+    attention under a mask, and copied keys."""
+    saved = P * (B - 1)
+    return saved if saved > B * L / 10 else 0
+
+
+def common(a: Row, b: Row) -> int:
+    """How many tokens two rows have in common at their beginning, of which each keeps one to itself."""
+    n = min(len(a.ids), len(b.ids)) - 1
+    differ = np.not_equal(a.ids[:n], b.ids[:n])
+    return int(differ.argmax()) if differ.any() else n
 
 
 def logprobs(policy: models.Decoder, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """log π(target) [N] at the sampling temperature, and the entropy there [N]; never holds [B, L, V]."""
     device = policy.head.device
-    hidden = policy(batch.ids.to(device), batch.lengths.to(device))  # [B, L, H]
+    hidden = policy(batch.ids.to(device), batch.lengths.to(device), batch.shared)  # [B, L, H]
     hidden = hidden[batch.row.to(device), batch.at.to(device)]  # [N, H]
     return linear_logprob(hidden, policy.head, batch.targets.to(device), temperature)
 
@@ -227,7 +256,8 @@ class Guard:
             return True
         self.in_a_row += 1
         self.folder.mkdir(exist_ok=True)
-        tensors = {f"{i}.{k}": v for i, b in enumerate(batches) for k, v in vars(b).items() if v is not None}
+        values = {f"{i}.{k}": v for i, b in enumerate(batches) for k, v in vars(b).items() if v is not None}
+        tensors = {name: torch.as_tensor(v) for name, v in values.items()}
         save_file(tensors, self.folder / f"{name}.safetensors")
         if self.in_a_row >= self.limit:
             raise UserError(
@@ -248,7 +278,8 @@ def update(
     parts = []
     for part in (order[i :: cfg.minibatches] for i in range(min(cfg.minibatches, len(order)))):
         trajectories, A = zip(*part, strict=True)
-        parts.append(micro_batches(trajectories, A, cfg.micro_tokens, token_weights(trajectories, cfg)))
+        weights = token_weights(trajectories, cfg)
+        parts.append(micro_batches(trajectories, A, cfg.micro_tokens, weights, cfg.share_prefix))
     with clock("reference"), torch.no_grad():  # what stays as it is while π_θ moves
         fixed = lambda model, b: logprobs(model, b, cfg.temperature)[0]
         if cfg.kl:

@@ -314,16 +314,38 @@ class Attention(nn.Module):
         return rotate(q, rope), rotate(k, rope), v
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], rows: "Rows | None" = None) -> Tensor:
-        """Training: every row holds positions 0..L−1. With `rows`, x is [1, T, H]: rows end to end, without padding."""
+        """Training: every row holds positions 0..L−1. With `rows`, x is [1, T, H]: rows end to end, without padding where
+        flash attention is at hand, and without the beginning that they share."""
         q, k, v = self.qkv(x, rope)
-        if rows is not None:
-            span = (rows.starts, rows.starts, rows.longest, rows.longest)
-            how = {"causal": True, "deterministic": True}  # its backward pass would otherwise sum in any order
-            return self.o_proj(flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], *span, **how).flatten(1)[None])
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, L, D]
+        if rows is None:
+            return self.o_proj(self.causal(q, k, v).flatten(2))
+        if rows.mask is not None:
+            return self.o_proj(self.after_prefix(q, k, v, rows).flatten(1)[None])
+        q, k, v = q[0], *(t[0] if rows.keys is None else t[0].index_select(0, rows.keys) for t in (k, v))
+        span = (rows.starts, rows.key_starts, rows.longest, rows.longest)
+        # Its causal mask holds queries for a row's last tokens. Its backward pass would otherwise sum in any order.
+        out = flash_attn.flash_attn_varlen_func(q, k, v, *span, causal=True, deterministic=True)
+        return self.o_proj(out.flatten(1)[None])
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q [B, L, heads, D], k and v [B, T, kv_heads, D] → [B, L, heads, D]. mask [L, T]: where not plainly causal."""
+        how = {"is_causal": True} if mask is None else {"attn_mask": mask}
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         grouped = self.heads != self.kv_heads
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **how).transpose(1, 2)
+
+    def after_prefix(self, q: Tensor, k: Tensor, v: Tensor, rows: "Rows") -> Tensor:
+        """q, k, v [1, L + (B−1)·C, ·, D]: one whole row, and the last C tokens of others that begin like it → [T, heads, D].
+
+        The others' queries look at the first row's L − C keys, and at their own up to themselves. A gradient comes back to
+        the shared keys from all of them, as the sum that B separate computations of the prefix would give.
+        """
+        L, C = rows.longest, len(rows.mask)
+        own = lambda t: t[0, L:].unflatten(0, (-1, C))  # [B − 1, C, ·, D]
+        seen = lambda t: torch.cat([t[:, : L - C].expand(rows.others, -1, -1, -1), own(t)], 1)  # [B − 1, L, ·, D]
+        first = self.causal(q[:, :L], k[:, :L], v[:, :L])
+        rest = self.causal(own(q), seen(k), seen(v), rows.mask)
+        return torch.cat([first[0], rest.flatten(0, 1)])
 
     def cached(self, x: Tensor, rope, layer: "LayerCache", mask: Tensor | None) -> Tensor:
         """Inference: write this step's keys and values, then attend over all T positions kept. mask [R, 1, L or G·L, T],
@@ -414,29 +436,34 @@ class Decoder(nn.Module):
                 table = self._table = rope_table(self.cfg, max(256, 2 * length), like.device, like.dtype)
         return table
 
-    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, lengths: Tensor | None = None, shared: int = 0) -> Tensor:
         """Training: ids [B, L] at positions 0..L−1 → hidden [B, L, H]. Attention is causal, so right padding is harmless.
 
-        Where flash attention is to be had and the rows' `lengths` [B] are given, padding isn't even computed: rows are
-        laid end to end, and hidden is 0 where padding was.
+        `shared`: how many tokens all rows have in common at their beginning (fewer than the shortest row has); they are
+        computed once. Where flash attention is to be had and the rows' `lengths` [B] are given, padding isn't even
+        computed, and hidden is 0 there. In both cases rows are laid end to end.
         """
         B, L = ids.shape
-        if packed := lengths is not None and _flash(self.head):
-            real = torch.arange(L, device=ids.device) < lengths[:, None]  # [B, L]
-            rows = Rows(F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max()))
-            rope = tuple(t[real.nonzero()[:, 1], None] for t in self._rope(L))  # [T, 1, D]
-            x = self.model["embed_tokens"](ids[real])[None]  # [1, T, H]
-        else:
-            rows, rope = None, tuple(t[:L, None] for t in self._rope(L))  # [L, 1, D]
-            x = self.model["embed_tokens"](ids)
+        packed = lengths is not None and _flash(self.head)
+        if not packed and not shared:
+            rope = tuple(t[:L, None] for t in self._rope(L))  # [L, 1, D]
+            return self._blocks(self.model["embed_tokens"](ids), rope, None)
+        real = torch.arange(L, device=ids.device) < (lengths if packed else ids.new_full((B,), L))[:, None]  # [B, L]
+        computed = real.clone()
+        computed[1:, :shared] = False
+        place = (computed.flatten().cumsum(0) - 1).view(B, L)  # of each token in what is computed
+        place[:, :shared] = place[0, :shared]
+        rows = _packed_rows(real, computed, place, shared) if packed else _prefix_rows(B, L, shared, self.head)
+        rope = tuple(t[computed.nonzero()[:, 1], None] for t in self._rope(L))  # [T, 1, D]
+        x = self._blocks(self.model["embed_tokens"](ids[computed])[None], rope, rows)  # [1, T, H]
+        return x[0].index_select(0, place.flatten()).view(B, L, -1) * real[..., None]
+
+    def _blocks(self, x: Tensor, rope: tuple[Tensor, Tensor], rows: "Rows | None") -> Tensor:
         attend = lambda attention, h: attention(h, rope, rows)
         for block in self.model["layers"]:
             again = self.checkpointing and torch.is_grad_enabled()
             x = checkpoint(block, x, attend, use_reentrant=False) if again else block(x, attend)
-        x = self.model["norm"](x)
-        if not packed:
-            return x
-        return x.new_zeros(B * L, x.shape[-1]).index_copy(0, real.flatten().nonzero()[:, 0], x[0]).view(B, L, -1)
+        return self.model["norm"](x)
 
     def _mask(self, positions: Tensor, T: int) -> Tensor:
         """0 where a position [R, L] may look, −∞ where not: [R, 1, G·L, T], with each row once for every head in a group."""
@@ -484,10 +511,26 @@ def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where rows that lie end to end begin: row r is tokens starts[r] .. starts[r+1]−1 (starts [B + 1] int32)."""
+    """B rows that lie end to end. Row r's queries are tokens starts[r] .. starts[r+1]−1. Its keys are those, or, where a
+    shared beginning is left out of all rows but the first, keys[key_starts[r]] .. keys[key_starts[r+1]−1]."""
 
-    starts: Tensor
     longest: int
+    starts: Tensor | None = None  # [B + 1] int32, for flash attention
+    key_starts: Tensor | None = None  # [B + 1] int32
+    keys: Tensor | None = None  # [K]
+    mask: Tensor | None = None  # [C, L] without flash attention: what the last C tokens of the other rows may look at
+    others: int = 0  # B − 1
+
+
+def _packed_rows(real: Tensor, computed: Tensor, place: Tensor, shared: int) -> Rows:
+    starts, key_starts = (F.pad(t.sum(1).cumsum(0), (1, 0)).int() for t in (computed, real))
+    return Rows(int(real.sum(1).max()), starts, key_starts, place[real] if shared else None)
+
+
+def _prefix_rows(B: int, L: int, shared: int, like: Tensor) -> Rows:
+    future = torch.ones(L - shared, L, dtype=torch.bool, device=like.device).triu(shared + 1)
+    mask = torch.zeros(future.shape, dtype=like.dtype, device=like.device).masked_fill_(future, -torch.inf)
+    return Rows(L, mask=mask, others=B - 1)
 
 
 def _flash(like: Tensor) -> bool:

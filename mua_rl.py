@@ -46,7 +46,7 @@ from evaluation import (
     user_faults,
 )
 from grpo import Guard, adamw, advantages, ramp, set_lr, trained_rows, update
-from rollout import Trajectory
+from rollout import Trajectory, sampling_seconds
 from run import Clock, Progress, Run, State, restore_optimizers, save_checkpoint, write_whole
 from sft import sft_optimizers, sft_rows, sft_step, tokenizer_texts
 from tools import Task
@@ -173,6 +173,7 @@ def prepare(cfg: Config) -> Job:
             (chat, policy), state = start_model(cfg, domain), State()
         check_room(cfg, domain, chat, policy.cfg.max_position_embeddings)
         chat.check(domain.tools, domain.system)
+        plan.check(cfg, policy.cfg)
         memory = plan.summary(cfg, policy.cfg)
         api = open_api(place, state.user_tokens, state.user_troubles)
         run = Run(folder, cfg)
@@ -338,6 +339,7 @@ def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
     for sampler in job.stage.samplers.values():
         sampler.weights_changed()  # the user's too: a resumed run must not differ by what an earlier step left in the cache
     began = time.monotonic()
+    sampling_seconds(job.stage.samplers)  # what evaluations took is theirs
     with job.clock("rollout"):
         groups = job.stage.play(tasks, cfg.group_size, cfg.user, "rl", step)
         spare = iter(range(step * cfg.refill, (step + 1) * cfg.refill))
@@ -348,6 +350,7 @@ def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
             groups += job.stage.play(fresh, cfg.group_size, cfg.user, "rl", step, first=len(tasks))
             tasks += fresh
     job.rollout_seconds = time.monotonic() - began
+    job.clock.split("rollout", sampling_seconds(job.stage.samplers))
     return groups, tasks
 
 
@@ -414,21 +417,23 @@ def finish(job: Job) -> dict:
     """Save, and leave the summary, the curves and the page of conversations."""
     state, cfg = job.state, job.cfg
     job.save()
-    seconds = {k: round(v, 1) for k, v in job.clock.seconds.items()}
+    wall = job.wall()
+    seconds = job.clock.shares(wall)
     rl = [r for r in report.read_metrics(job.run.folder / "metrics.jsonl") if r["phase"] == "rl"]
     results = dict(state.results)
     null = results.pop("null")
     summary = {
-        "preset": cfg.preset, "seed": cfg.seed, "wall_s": round(job.wall(), 1), "peak_rss_mb": peak_mb(),
+        "preset": cfg.preset, "seed": cfg.seed, "wall_s": round(wall, 1), "peak_rss_mb": peak_mb(),
         "null": {k: v for k, v in null.items() if k != "careless"}, **{k: v for k, v in null.items() if k == "careless"}, **results,
         "user_fault_rate": results.get("cold_start", {}).get("user_fault_rate"),
         "sampled_tokens": state.sampled_tokens, "trained_tokens": state.trained_tokens,
         "sample_tok_s": mean(r.get("sample_tok_s") for r in rl), "train_tok_s": mean(r.get("train_tok_s") for r in rl),
-        "seconds_by_phase": seconds, "torch": torch.__version__, "threads": cfg.threads,
+        "seconds_by_phase": {k: round(v, 1) for k, v in seconds.items()}, "torch": torch.__version__, "threads": cfg.threads,
     }  # fmt: skip
     write_whole(job.run.folder / "summary.json", json.dumps(summary, indent=1))
     report.curves(job.run.folder)
     report.html(job.run.folder)
+    job.progress.say("time: " + ", ".join(f"{k} {v / wall:.0%}" for k, v in seconds.items() if v > 0.005 * wall))
     job.progress.say(f"done in {summary['wall_s'] / 60:.1f} minutes; look at {job.run.folder / 'report.html'}")
     return summary
 

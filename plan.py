@@ -134,13 +134,8 @@ def phase(cfg, m: ModelConfig) -> Need:
 
 
 def summary(cfg, m: ModelConfig) -> str:
-    """The plan in a line, with what would make it smaller. Raises UserError where the caches alone don't fit."""
-    n, free = need(cfg, m), free_memory(cfg.device)
-    if free is not None and n.caches > free:
-        raise UserError(
-            f"--slots {cfg.slots} --max-len {cfg.max_len} --user-max-len {cfg.user_max_len}: keys and values take "
-            f"{n.caches / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; give less of one of them"
-        )
+    """The plan in a line, with what would make it smaller."""
+    n, free = need(cfg, m), free_bytes(cfg.device)
     left = "" if free is None else f"; {free / GIB:.1f} GiB are free"
     return (
         f"memory: about {n.total() / GIB:.1f} GiB in all: weights {(n.weights + n.reference) / GIB:.1f}, keys and values "
@@ -148,15 +143,40 @@ def summary(cfg, m: ModelConfig) -> str:
     )
 
 
-def free_memory(device: str) -> int | None:
-    """Bytes that are free on a device, or None where nobody says."""
+def free_bytes(device: str) -> int | None:
+    """Memory that can still be had there: on a GPU what no one has allocated; else what Linux calls available, or what a
+    container's limit leaves, if that is less. None where that can't be told."""
     if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    if not meminfo.exists():
         return None
+    free = next(int(x.split()[1]) * 1024 for x in meminfo.read_text().splitlines() if x.startswith("MemAvailable"))
+    if limit.exists() and (most := limit.read_text().strip()).isdigit():
+        free = min(free, int(most) - int(limit.with_name("memory.current").read_text()))
+    return free
+
+
+REMEDY = {  # for the largest part of what a run needs
+    "caches": "--slots {slots} --max-len {max_len} --user-max-len {user_max_len}: give fewer slots or shorter contexts",
+    "activations": "--micro-tokens {micro_tokens} --max-len {max_len}: give less, or add --checkpointing",
+    "logits": "--micro-tokens {micro_tokens}: choose a --model with a smaller vocabulary",
+}
+SMALLER = "--model {model}: choose a smaller one, or train adapters with --lora-rank 16"
+
+
+NEW = tuple(part for part in Need.__annotations__ if part != "weights")  # what a run adds to a loaded model
+
+
+def check(cfg, m: ModelConfig, parts: tuple[str, ...] = NEW) -> None:
+    """Raises UserError where these parts of what a run needs do not fit into the memory that is free now."""
+    n, free = {k: v for k, v in vars(need(cfg, m)).items() if k in parts}, free_bytes(cfg.device)
+    if free is not None and sum(n.values()) > free:
+        flags, remedy = REMEDY.get(most := max(n, key=n.get), SMALLER).format(**vars(cfg)).split(": ")
+        raise UserError(
+            f"{flags}: needs {sum(n.values()) / GIB:.1f} GiB, of which {most} {n[most] / GIB:.1f}, and {free / GIB:.1f} GiB "
+            f"are free; {remedy}"
+        )
 
 
 def table(cfg, m: ModelConfig) -> str:

@@ -11,10 +11,13 @@ training.
 
 import functools
 import heapq
+import itertools
 import math
 import queue
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -248,6 +251,7 @@ def rollout(
     opened: dict[int, tuple[Generator, dict[Context, Sampler]]] = {}
     owner: dict[Context, int] = {}
     arrived: queue.SimpleQueue[int] = queue.SimpleQueue()  # conversations whose future is done, put in by its thread
+    pool = ThreadPoolExecutor(len(engines)) if _apart(engines) else None
 
     def advance(index: int, ctx: Context | None) -> None:
         talk, contexts = opened[index]
@@ -275,9 +279,8 @@ def rollout(
                 advance(new[0], None)
             if not opened:
                 return [results[i] for i in sorted(results)]
-            for sampler in engines:
-                for ctx in sampler.step():
-                    advance(owner[ctx], ctx)
+            for ctx in _step(engines, pool):
+                advance(owner[ctx], ctx)
             all_wait = bool(opened) and not any(sampler.busy for sampler in engines)
             for _ in range(max(all_wait, arrived.qsize())):
                 advance(arrived.get(), None)  # sleeps only where all wait
@@ -286,6 +289,44 @@ def rollout(
             talk.close()
             for ctx, sampler in contexts.items():
                 sampler.release(ctx)
+        if pool is not None:
+            pool.shutdown()
+
+
+def _apart(engines: list["Sampler"]) -> bool:
+    """Whether samplers may step at the same time: on CPU cores, and with weights of their own (`Base` switches adapters)."""
+    whole = all(isinstance(s.model, Decoder) and s.device.type == "cpu" for s in engines)
+    return whole and 1 < len({id(s.model) for s in engines}) <= torch.get_num_threads()
+
+
+def _step(engines: list["Sampler"], pool: ThreadPoolExecutor | None) -> Iterable[Context]:
+    """One step of every sampler; the contexts whose turn ended.
+
+    Where two have work, each takes half of the cores for itself: the products of a small model are too short to be worth
+    splitting, but agent and user decode side by side. What each computes, and in which order, is the same every time.
+    """
+    busy, threads = [s for s in engines if s.busy], torch.get_num_threads()
+    if pool is None or len(busy) < 2:
+        for sampler in engines:
+            yield from sampler.step()
+        return
+    torch.set_num_threads(threads // len(busy))
+    try:
+        ended = list(pool.map(Sampler.step, busy))
+    finally:
+        torch.set_num_threads(threads)
+    yield from itertools.chain.from_iterable(ended)
+
+
+def sampling_seconds(samplers: dict[str, "Sampler"]) -> dict[str, float]:
+    """Seconds since last asked, by speaker and what was done: {"agent decode": …}. Speakers that share a sampler are one,
+    since their tokens were made together: "agent+user decode"."""
+    out = {}
+    for sampler in dict.fromkeys(samplers.values()):
+        who = "+".join(name for name, its in samplers.items() if its is sampler)
+        out |= {f"{who} {what}": seconds for what, seconds in sampler.seconds.items()}
+        sampler.seconds.clear()
+    return out
 
 
 # ---------------------------------------------------------------- the sampler
@@ -319,6 +360,7 @@ class Sampler:
         self.active: list[int] = []  # slots being decoded, ascending
         self.prefixes: dict[tuple[int, ...], int] = {}  # shared beginning → a slot that holds it
         self.sampled_tokens = self.prefilled_tokens = self.steps = 0
+        self.seconds: Counter[str] = Counter()  # by what was done: prefill, decode
 
     @property
     def busy(self) -> bool:
@@ -353,9 +395,15 @@ class Sampler:
         """
         done = []
         if self.pending and FRACTION * len(self.pending) >= len(self.active):
-            done += self._prefill()
+            done += self._timed("prefill", self._prefill)
         if self.active:
-            done += self._decode()
+            done += self._timed("decode", self._decode)
+        return done
+
+    def _timed(self, what: str, work: Callable[[], list[Context]]) -> list[Context]:
+        began = time.perf_counter()
+        done = work()  # ends with tokens on the host, so that a GPU is done too
+        self.seconds[what] += time.perf_counter() - began
         return done
 
     # ------------------------------------------------------------ beginning a turn

@@ -47,6 +47,18 @@ class Clock:
             self._lap()
             self.stack.pop()
 
+    def split(self, phase: str, parts: dict[str, float]) -> None:
+        """Seconds of a finished phase that were measured elsewhere get names of their own. Parts that ran side by side add
+        up to more than the phase took: then each gets its share of that."""
+        part_of = min(1.0, self.seconds[phase] / max(1e-9, sum(parts.values())))
+        for name, seconds in parts.items():
+            self.seconds[name] += part_of * seconds
+            self.seconds[phase] -= part_of * seconds
+
+    def shares(self, wall: float) -> dict[str, float]:
+        """Seconds by phase, the longest first, and what is left of `wall` as "other": they add up to it."""
+        return dict(self.seconds.most_common()) | {"other": max(0.0, wall - sum(self.seconds.values()))}
+
 
 @dataclass
 class State:

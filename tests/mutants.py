@@ -282,7 +282,7 @@ MUTANTS = {
         'self.model["embed_tokens"].weight.detach() if self.lm_head is None',
         "tied weights are trained by their use as an input only; learning is slow for no visible reason", PARITY),
     "attention_sees_the_future": Mutant(
-        "model.py", "is_causal=True", "is_causal=False",
+        "model.py", '"is_causal": True', '"is_causal": False',
         "training looks excellent, sampling is no better than before",
         MODEL + "right_padding_changes_nothing"),
     "cached_rows_off_by_one": Mutant(

@@ -738,12 +738,13 @@ class PlainFlash:
     def flash_attn_varlen_func(
         self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, deterministic
     ):
-        assert (
-            causal and deterministic and cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
-        )
-        assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max() and cu_seqlens_q[-1] == len(q)
-        parts = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens_q)]
-        return torch.cat([self.attend(q[p], k[p], v[p], 0) for p in parts])
+        """A row's queries are its last positions: "the causal mask is aligned to the bottom right corner"."""
+        assert causal and deterministic and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert max_seqlen_q == max_seqlen_k == cu_seqlens_k.diff().max() >= cu_seqlens_q.diff().max()
+        assert (cu_seqlens_q[-1], cu_seqlens_k[-1]) == (len(q), len(k))
+        parts = [[slice(a, b) for a, b in itertools.pairwise(cu)] for cu in (cu_seqlens_q, cu_seqlens_k)]
+        past = (cu_seqlens_k.diff() - cu_seqlens_q.diff()).tolist()
+        return torch.cat([self.attend(q[a], k[b], v[b], n) for a, b, n in zip(*parts, past, strict=True)])
 
     def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, cache_batch_idx, causal):
         assert causal and cache_seqlens.dtype == torch.int32 and k_cache.stride(-1) == 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +80,29 @@ def test_log_probs_are_planned_as_torch_allocates_them(dtype, head_trained, T):
     targets = torch.zeros(T, dtype=torch.long)
     peak = allocated(lambda: linear_logprob(hidden, weight, targets)[0].sum().backward())
     assert plan.log_probs(m, T, dtype.itemsize, "cpu", head_trained) == pytest.approx(peak, rel=0.1)
+
+
+def test_a_run_that_cannot_fit_says_which_flags_are_to_blame(monkeypatch):
+    cfg = dataclasses.replace(config.Config(), sft_steps=0)
+    sizes = plan.need(cfg, SMALL)
+    monkeypatch.setattr(plan, "free_bytes", lambda device: sizes.total() - sizes.weights)
+    plan.check(cfg, SMALL)  # fits exactly
+    for flags, change in (
+        ("--slots 1000 --max-len 384", {"slots": 1000}),
+        ("--micro-tokens 900000", {"micro_tokens": 900_000}),
+        ("--max-len 90000", {"max_len": 90_000}),
+    ):
+        with pytest.raises(mua_rl.UserError, match=flags) as error:
+            plan.check(dataclasses.replace(cfg, **change), SMALL)
+        assert "GiB are free" in str(error.value) and "\n" not in str(error.value)
+    monkeypatch.setattr(plan, "free_bytes", lambda device: None)
+    plan.check(dataclasses.replace(cfg, slots=10**9), SMALL)  # where nobody can tell, nobody is refused
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux only")
+def test_free_memory_is_what_psutil_says_or_what_the_container_leaves():
+    psutil = pytest.importorskip("psutil")
+    assert 0 < plan.free_bytes("cpu") <= 1.1 * psutil.virtual_memory().available
 
 
 def test_every_preset_has_a_plan(capsys):

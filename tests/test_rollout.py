@@ -9,8 +9,8 @@ import torch
 from test_chat import CHAT, TOOLS
 
 from chat import Call, Context, Role, Sample, turn_text
-from model import Decoder, ModelConfig
-from rollout import EXITS, Limits, Sampler, _batches, converse, inverse_cdf, rollout
+from model import Base, Decoder, ModelConfig, add_lora
+from rollout import EXITS, Limits, Sampler, _apart, _batches, converse, inverse_cdf, rollout
 
 LIMITS = Limits(max_turns=4, max_new=60, max_len=400, max_malformed=2)
 
@@ -348,6 +348,33 @@ def test_an_episode_does_not_depend_on_its_neighbours():
     assert episodes(order, 64) == together == episodes(order, 5)
     for seed in range(0, 64, 16):
         assert episodes([seed], 1)[seed] == together[seed]
+
+
+def test_samplers_that_step_at_the_same_time_make_the_same_episodes():
+    """Two threads: agent and user decode side by side, each on one core; one thread: one after the other."""
+    before, order = torch.get_num_threads(), list(range(40))
+    try:
+        torch.set_num_threads(1)
+        alone = episodes(order, 12)
+        torch.set_num_threads(2)
+        assert episodes(order, 12) == alone and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_samplers_step_apart_only_with_cores_and_weights_of_their_own():
+    before, other = torch.get_num_threads(), make_model(1)
+    a, b, c = (Sampler(m, CHAT.end_ids, 2, 50) for m in (MODEL, other, MODEL))
+    lora = make_model(3)
+    add_lora(lora, 2)
+    adapters = [Sampler(m, CHAT.end_ids, 2, 50) for m in (lora, Base(lora))]
+    try:
+        torch.set_num_threads(2)
+        assert _apart([a, b]) and not _apart([a, c]) and not _apart([a]) and not _apart(adapters)
+        torch.set_num_threads(1)
+        assert not _apart([a, b])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_greedy_draws_nothing_and_takes_the_best():

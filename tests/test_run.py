@@ -104,6 +104,10 @@ def test_a_run_leaves_everything_a_person_looks_at(unbroken):
         "preset seed wall_s peak_rss_mb null careless cold_start final unseen_user unseen_combination user_fault_rate "
         "sampled_tokens trained_tokens sample_tok_s train_tok_s seconds_by_phase".split()
     )
+    parts = summary["seconds_by_phase"]
+    assert parts.keys() >= set("training reference rollout evaluation saving setup other".split())
+    assert {"agent prefill", "agent decode"} <= parts.keys() and min(parts.values()) >= 0
+    assert sum(parts.values()) == pytest.approx(summary["wall_s"], abs=0.1 * len(parts))
     assert summary["null"].keys() >= {"do_nothing", "transfer", "act_without_asking"}
     assert summary["final"].keys() >= {"success", "lo", "hi", "n", "pass_k"} and "2" in summary["final"]["pass_k"]
     assert len(rows(unbroken, "sft")) == 4 and len(rows(unbroken, "rl")) == 4
@@ -303,6 +307,8 @@ BAD = {
     "train --dtype fp8": "--dtype fp8",
     "train --device cuda:9": "--device cuda:9",
     "train --lora-rank -1": "--lora-rank -1",
+    "train --slots 99999999": "--slots 99999999 --max-len 384",
+    "eval RUN --slots 99999999": "--slots 99999999 --max-len 384",
     "save nowhere": "save needs a run and a new folder",
     "save nowhere there": "nowhere",
     "plan --preset none": "none",
