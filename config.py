@@ -25,7 +25,7 @@ class Config:
     seed: int = 0
     run: str = ""  # the run's folder; empty: the next free runs/PRESET-seedSEED
     resume: str = ""  # a run's folder: go on where it stopped
-    steps: int = 50  # reinforcement learning steps
+    steps: int = 60  # reinforcement learning steps
     minutes: float = 0.0  # time budget for the whole run; 0: none. Stops cleanly, and can be resumed
     threads: int = 2  # CPU threads
     device: str = "cpu"  # or cuda
