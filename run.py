@@ -174,6 +174,14 @@ def checkpoint_of(run: Path, name: str = "checkpoint") -> Path:
     )
 
 
+def begun(run: Path) -> bool:
+    """Whether a folder holds a run that has come further than its set-up."""
+    metrics = run / "metrics.jsonl"
+    if any((run / name).exists() for name in ("checkpoint", "checkpoint.old", "cold_start")):
+        return True
+    return metrics.exists() and any(row["phase"] != "eval" for row in report.read_metrics(metrics))
+
+
 def load_state(folder: Path) -> State:
     try:
         return State(**json.loads((folder / "state.json").read_text()))
