@@ -87,7 +87,7 @@ class Config:
     clip_high: float = 0.28  # ε_hi (Clip-Higher: DAPO, 2503.14476 §3.1)
     dual_clip: float = 0.0  # c > 1: where A < 0, no objective below c·A (1912.09729); 0: off. For stale samples
     tis: float = 0.0  # C ≥ 1: weights min(π_old / π_sampler, C), where sampler and trainer differ (Yao, 2025); 0: off
-    kl: float = 0.003  # β: weight of KL(π_θ ‖ cold start); 0: no reference at all
+    kl: float = 0.003  # β: weight of KL(π_θ ‖ cold start); 0: no KL term
     kl_estimator: str = "k3"  # k1, k2 or k3 (Schulman, 2020). In a loss, k2 has KL's gradient, k3 that of the reverse
     kl_ratio: bool = False  # π_θ/π_sampler in front of k1 or k3: then value and gradient are exact (2512.02556 eq. 7)
     turn_credit: float = 0.0  # ω: weight of an advantage among turns that began in the same database state (2505.10978)
