@@ -1,6 +1,7 @@
 """Imports go one way, functions are short, and only what trains needs torch."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_functions_are_short(path):
             lines = node.end_lineno - node.lineno + 1
             limit = 40 if (path.stem, node.name) == ("mua_rl", "train") else 60
             assert lines <= limit, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+
+
+def test_the_readmes_map_has_every_file_and_about_its_length():
+    rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", (ROOT / "README.md").read_text(), re.M)
+    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in FILES}
+    assert dict(rows).keys() == {name for name, n in lines.items() if n} and len(rows) == len(dict(rows))
+    assert all(abs(int(n) - lines[name]) <= 0.1 * lines[name] for name, n in rows)
 
 
 def test_the_tests_run_on_this_checkout():
