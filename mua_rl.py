@@ -145,7 +145,7 @@ class Job:
             row = {k: v for k, v in self.state.results[name].items() if k != "step"}
             at = {"cold_start": 0, "during": self.state.step + 1}.get(stage, self.state.step)
             self.run.log("eval", at, stage=stage, name=name, **row)
-            if self.interrupted:
+            if self.interrupted and stage != "during":  # there the step that is done isn't counted yet: `steps` stops
                 self.save()
                 raise Stop("Ctrl-C: stopped after an evaluation")
         return self.state.results[name]

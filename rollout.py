@@ -251,7 +251,7 @@ def rollout(
     opened: dict[int, tuple[Generator, dict[Context, Sampler]]] = {}
     owner: dict[Context, int] = {}
     arrived: queue.SimpleQueue[int] = queue.SimpleQueue()  # conversations whose future is done, put in by its thread
-    pool = ThreadPoolExecutor(len(engines)) if _apart(engines) else None
+    pool = _apart(engines)
 
     def advance(index: int, ctx: Context | None) -> None:
         talk, contexts = opened[index]
@@ -279,48 +279,49 @@ def rollout(
                 advance(new[0], None)
             if not opened:
                 return [results[i] for i in sorted(results)]
-            for ctx in _step(engines, pool):
-                advance(owner[ctx], ctx)
-            all_wait = bool(opened) and not any(sampler.busy for sampler in engines)
+            all_wait = not any(sampler.busy for sampler in engines)
             for _ in range(max(all_wait, arrived.qsize())):
                 advance(arrived.get(), None)  # sleeps only where all wait
+            for ctx in _step(engines, pool):
+                advance(owner[ctx], ctx)
     finally:
+        if pool is not None:
+            pool.shutdown()  # first: a step that still runs needs its contexts
         for talk, contexts in opened.values():
             talk.close()
             for ctx, sampler in contexts.items():
                 sampler.release(ctx)
-        if pool is not None:
-            pool.shutdown()
 
 
-def _apart(engines: list["Sampler"]) -> bool:
-    """Whether samplers may step at the same time: on CPU cores, and with weights of their own (`Base` switches adapters)."""
+def _apart(engines: list["Sampler"]) -> ThreadPoolExecutor | None:
+    """Threads in which samplers step at the same time, each on its share of the cores. None unless all of them compute on
+    CPU cores, with weights of their own (`Base` switches adapters)."""
+    n, cores = len(engines), torch.get_num_threads()
     whole = all(isinstance(s.model, Decoder) and s.device.type == "cpu" for s in engines)
-    return whole and 1 < len({id(s.model) for s in engines}) <= torch.get_num_threads()
+    if not whole or len({id(s.model) for s in engines}) < n or not 1 < n <= cores:
+        return None
+    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(cores // n,))  # a thread's own setting
 
 
 def _step(engines: list["Sampler"], pool: ThreadPoolExecutor | None) -> Iterable[Context]:
     """One step of every sampler; the contexts whose turn ended.
 
-    Where two have work, each takes half of the cores for itself: the products of a small model are too short to be worth
-    splitting, but agent and user decode side by side. What each computes, and in which order, is the same every time.
+    Where two have work, agent and user decode side by side: the products of a small model are too short to be worth
+    splitting among the cores. What each computes, and in which order, is the same every time.
     """
-    busy, threads = [s for s in engines if s.busy], torch.get_num_threads()
+    busy = [s for s in engines if s.busy]
     if pool is None or len(busy) < 2:
         for sampler in engines:
             yield from sampler.step()
         return
-    torch.set_num_threads(threads // len(busy))
-    try:
-        ended = list(pool.map(Sampler.step, busy))
-    finally:
-        torch.set_num_threads(threads)
+    ended = list(pool.map(lambda s: s.step(1 / len(busy)), busy))  # all of them, before anybody submits anything new
     yield from itertools.chain.from_iterable(ended)
 
 
 def sampling_seconds(samplers: dict[str, "Sampler"]) -> dict[str, float]:
-    """Seconds since last asked, by speaker and what was done: {"agent decode": …}. Speakers that share a sampler are one,
-    since their tokens were made together: "agent+user decode"."""
+    """Seconds since last asked, by speaker and what was done: {"agent decode": …}. Of a time in which n samplers worked
+    side by side each has 1/n. Speakers that share a sampler are one, since their tokens were made together:
+    "agent+user decode"."""
     out = {}
     for sampler in dict.fromkeys(samplers.values()):
         who = "+".join(name for name, its in samplers.items() if its is sampler)
@@ -386,24 +387,24 @@ class Sampler:
         self.prefixes.clear()
 
     @torch.inference_mode()
-    def step(self) -> list[Context]:
+    def step(self, share: float = 1.0) -> list[Context]:
         """One token for every row that decodes, more for those that begin; returns the contexts whose turn
         ended.
 
         Rows that wait for prefill wait until a batch of them is worth the call. Context.full is set where
-        room ran out.
+        room ran out. share: how much of its time counts in `seconds`.
         """
         done = []
         if self.pending and FRACTION * len(self.pending) >= len(self.active):
-            done += self._timed("prefill", self._prefill)
+            done += self._timed("prefill", self._prefill, share)
         if self.active:
-            done += self._timed("decode", self._decode)
+            done += self._timed("decode", self._decode, share)
         return done
 
-    def _timed(self, what: str, work: Callable[[], list[Context]]) -> list[Context]:
+    def _timed(self, what: str, work: Callable[[], list[Context]], share: float) -> list[Context]:
         began = time.perf_counter()
         done = work()  # ends with tokens on the host, so that a GPU is done too
-        self.seconds[what] += time.perf_counter() - began
+        self.seconds[what] += share * (time.perf_counter() - began)
         return done
 
     # ------------------------------------------------------------ beginning a turn

@@ -48,12 +48,10 @@ class Clock:
             self.stack.pop()
 
     def split(self, phase: str, parts: dict[str, float]) -> None:
-        """Seconds of a finished phase that were measured elsewhere get names of their own. Parts that ran side by side add
-        up to more than the phase took: then each gets its share of that."""
-        part_of = min(1.0, self.seconds[phase] / max(1e-9, sum(parts.values())))
+        """Seconds of a finished phase that were measured elsewhere get names of their own."""
         for name, seconds in parts.items():
-            self.seconds[name] += part_of * seconds
-            self.seconds[phase] -= part_of * seconds
+            self.seconds[name] += seconds
+            self.seconds[phase] -= seconds
 
     def shares(self, wall: float) -> dict[str, float]:
         """Seconds by phase, the longest first, and what is left of `wall` as "other": they add up to it."""

@@ -70,7 +70,7 @@ def ours(model, talks, prompt):
 
 def two_speakers(agent, user, talks, prompt, side_by_side: bool):
     """Each hears what the other said: the agent says as many tokens as recorded, the user as many as were heard."""
-    sampler_module._apart = sampler_module._apart if side_by_side else lambda engines: False
+    sampler_module._apart = sampler_module._apart if side_by_side else lambda engines: None
 
     def talk(i: int, turns):
         one, other = context(i, prompt), context(i, prompt, 1)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +11,7 @@ from test_chat import CHAT, TOOLS
 
 from chat import Call, Context, Role, Sample, turn_text
 from model import Base, Decoder, ModelConfig, add_lora
-from rollout import EXITS, Limits, Sampler, _apart, _batches, converse, inverse_cdf, rollout
+from rollout import EXITS, Limits, Sampler, _apart, _batches, converse, inverse_cdf, rollout, sampling_seconds
 
 LIMITS = Limits(max_turns=4, max_new=60, max_len=400, max_malformed=2)
 
@@ -333,11 +334,12 @@ def test_end_tokens_are_cached_with_the_next_message():
     assert worst_gap(MODEL, contexts) <= 1e-5
 
 
-def episodes(order, slots):
-    """ids of conversations by seed, run in this order over this many slots, with a second speaker beside."""
-    user = Sampler(make_model(1), CHAT.end_ids, slots, 600)
-    talks = [talk(seed, 1 + seed % 5, speaker=("agent", "user")[seed % 2]) for seed in order]
-    contexts = rollout(talks, {"agent": Sampler(MODEL, CHAT.end_ids, slots, 600), "user": user})
+def episodes(order, slots, speakers=("agent", "user"), samplers=None):
+    """ids of conversations by seed, run in this order over this many slots, with other speakers beside."""
+    models = {"agent": MODEL, "user": make_model(1), "self": MODEL, "other": make_model(2)}
+    samplers = samplers or {name: Sampler(models[name], CHAT.end_ids, slots, 600) for name in speakers}
+    talks = [talk(seed, 1 + seed % 5, speaker=speakers[seed % len(speakers)]) for seed in order]
+    contexts = rollout(talks, samplers)
     return {seed: ctx.ids for seed, ctx in zip(order, contexts, strict=True)}
 
 
@@ -350,31 +352,78 @@ def test_an_episode_does_not_depend_on_its_neighbours():
         assert episodes([seed], 1)[seed] == together[seed]
 
 
-def test_samplers_that_step_at_the_same_time_make_the_same_episodes():
-    """Two threads: agent and user decode side by side, each on one core; one thread: one after the other."""
-    before, order = torch.get_num_threads(), list(range(40))
-    try:
-        torch.set_num_threads(1)
-        alone = episodes(order, 12)
-        torch.set_num_threads(2)
-        assert episodes(order, 12) == alone and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
-def test_samplers_step_apart_only_with_cores_and_weights_of_their_own():
-    before, other = torch.get_num_threads(), make_model(1)
+@pytest.mark.parametrize(
+    "speakers", [("agent", "user"), ("agent", "user", "self"), ("agent", "user", "other")], ids="+".join
+)
+def test_samplers_that_step_at_the_same_time_make_the_same_episodes(threads, speakers):
+    """One thread: one after the other. Two, three: side by side, where there is a core for each and none shares weights."""
+    order = list(range(40))
+    threads(1)
+    alone = episodes(order, 12, speakers)
+    for n in (2, 3):
+        threads(n)
+        assert episodes(order, 12, speakers) == alone and torch.get_num_threads() == n
+
+
+def test_samplers_step_apart_only_with_cores_and_weights_of_their_own(threads):
+    other = make_model(1)
     a, b, c = (Sampler(m, CHAT.end_ids, 2, 50) for m in (MODEL, other, MODEL))
     lora = make_model(3)
     add_lora(lora, 2)
     adapters = [Sampler(m, CHAT.end_ids, 2, 50) for m in (lora, Base(lora))]
-    try:
-        torch.set_num_threads(2)
-        assert _apart([a, b]) and not _apart([a, c]) and not _apart([a]) and not _apart(adapters)
-        torch.set_num_threads(1)
-        assert not _apart([a, b])
-    finally:
-        torch.set_num_threads(before)
+    threads(2)
+    assert _apart([a, b]) and not any(map(_apart, ([a, c], [a], [a, b, c], adapters)))
+    threads(1)
+    assert not _apart([a, b])
+
+
+def test_each_sampler_has_its_share_of_the_cores_and_the_scheduler_keeps_its_own(threads):
+    threads(4)
+    with _apart([Sampler(m, CHAT.end_ids, 2, 50) for m in (MODEL, make_model(1))]) as pool:
+        threads(3)  # what the scheduler does meanwhile
+        assert [pool.submit(torch.get_num_threads).result() for _ in range(4)] == [2] * 4
+    assert torch.get_num_threads() == 3
+
+
+def test_seconds_of_samplers_side_by_side_add_up_to_no_more_than_the_wall_clock(threads, monkeypatch):
+    """Each step of either takes 10 ms, in which both sleep: half of that is each one's."""
+    real = Sampler._decode
+    monkeypatch.setattr(Sampler, "_decode", lambda self: time.sleep(0.01) or real(self))
+    samplers = {name: Sampler(m, CHAT.end_ids, 12, 600) for name, m in (("agent", MODEL), ("user", make_model(1)))}
+    threads(2)
+    began = time.perf_counter()
+    episodes(range(12), 12, samplers=samplers)
+    wall = time.perf_counter() - began
+    spent, steps = sampling_seconds(samplers), [s.steps for s in samplers.values()]
+    assert sum(spent.values()) <= wall
+    assert spent["agent decode"] >= 0.005 * steps[0] and not sampling_seconds(samplers)
+
+
+def test_a_step_that_fails_waits_for_the_one_beside_it(threads, monkeypatch):
+    """Else the scheduler would close the contexts of a sampler that is still at work."""
+    agent, user = (Sampler(m, CHAT.end_ids, 4, 600) for m in (MODEL, make_model(1)))
+    real, ran = Sampler._decode, []
+
+    def decode(self):
+        if self is agent:
+            raise ZeroDivisionError
+        time.sleep(0.1)
+        ended = real(self)
+        ran.append(all(self.held[slot] is not None for slot in self.active))
+        return ended
+
+    monkeypatch.setattr(Sampler, "_decode", decode)
+    threads(2)
+    with pytest.raises(ZeroDivisionError):
+        rollout([talk(i, 2, speaker=("agent", "user")[i % 2]) for i in range(8)], {"agent": agent, "user": user})
+    assert ran == [True] and sorted(user.free) == [0, 1, 2, 3] and not user.busy
 
 
 def test_greedy_draws_nothing_and_takes_the_best():

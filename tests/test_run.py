@@ -168,7 +168,7 @@ def small_run(folder, monkeypatch, *flags, stop_at=None):
         grpo, "advantages", lambda rewards, *_: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
     )
     monkeypatch.setattr(mua_rl, "learn", LEARN if stop_at is None else functools.partial(die_at, stop_at))
-    args = ["--run", str(folder), *SMALL, *flags, "--test-tasks", "0", "--eval-tasks", "0", "--threads", "1"]
+    args = ["--run", str(folder), *SMALL, "--test-tasks", "0", "--eval-tasks", "0", "--threads", "1", *flags]
     args = ["--resume", str(folder)] if (folder / "checkpoint").exists() else args
     cfg = config.parse(config.default_config(args), args, "train")
     with contextlib.suppress(ZeroDivisionError):
@@ -203,6 +203,24 @@ def test_half_precision_and_adapters_resume_to_the_same_bits(tmp_path, monkeypat
     if "--lora-rank" not in flags:  # the fp32 masters move where bf16 weights would stand still
         masters = [k for k in load_file(whole / "checkpoint" / "optimizer.safetensors") if k.endswith(".master")]
         assert masters
+
+
+def test_ctrl_c_in_an_evaluation_on_the_way_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    """The step before it has moved the weights: it must not be made a second time."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    small_run(whole, monkeypatch, "--eval-tasks", "2")
+    inner = mua_rl.look
+
+    def look(job, step):
+        job.interrupted = True
+        inner(job, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mua_rl, "look", look)
+        small_run(broken, patch, "--eval-tasks", "2")
+    assert json.loads((broken / "checkpoint" / "state.json").read_text())["step"] == 2
+    small_run(broken, monkeypatch)
+    same_run(whole, broken)
 
 
 @pytest.mark.parametrize("rank", ["0", "2"])
