@@ -463,11 +463,14 @@ class Chat:
         config, generation = (_read_json(folder / f"{name}_config.json") for name in ("tokenizer", "generation"))
         model = _read_json(folder / "config.json")
         template = config.pop("chat_template", None)
-        if (folder / "chat_template.jinja").exists():
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        if isinstance(template, list):  # several named ones
-            template = {t["name"]: t["template"] for t in template}.get("default", template[0]["template"])
-        if not template:
+        try:
+            if (folder / "chat_template.jinja").exists():
+                template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+            if isinstance(template, list) and template:  # several named ones
+                template = {t["name"]: t["template"] for t in template}.get("default", template[0]["template"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{folder}: its chat template cannot be read ({error!r}); copy it again") from None
+        if not template or not isinstance(template, str):
             raise UserError(f"{folder} has no chat template; give an instruct model, or add a chat_template.jinja")
         named = [source.get("eos_token_id") for source in (generation, model)]  # an id, a list of them, or absent
         ends = [i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
@@ -737,7 +740,7 @@ def _as_message(call: Call) -> dict:
 def _read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}; copy it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; copy it again")

@@ -234,6 +234,17 @@ def print_result(r: dict) -> None:
     print("tokens: " + ", ".join(f"{k.replace('_', ' ')} {n:,}" for k, n in r["tokens"].items()))
 
 
+def whole_json(path: Path, text: bytes) -> dict:
+    """An object of an evaluation's files. Raises UserError if it is none."""
+    try:
+        if isinstance(value := json.loads(text), dict):
+            return value
+        error = f"{str(value)[:40]} is no object"
+    except (ValueError, RecursionError) as broken:
+        error = broken
+    raise UserError(f"{path} is damaged ({error}); restore it, or give another --out")
+
+
 class Records:
     """An evaluation's folder. conversations.jsonl has a line for each conversation, synced as it ended: a killed evaluation
     goes on with the others.
@@ -243,7 +254,7 @@ class Records:
         self.folder, self.what, self.path = folder, json.loads(json.dumps(what)), folder / "conversations.jsonl"
         config, self.began = folder / "config.json", time.time()
         if config.exists():
-            before = json.loads(config.read_text())
+            before = whole_json(config, config.read_bytes())
             for key in self.what:
                 if before.get(key) != self.what[key]:
                     shown = "another" if key == "user_url" else f"{before.get(key)}, not {self.what[key]}"
@@ -263,7 +274,11 @@ class Records:
         whole = text[: text.rfind(b"\n") + 1]
         if len(whole) < len(text):
             os.truncate(self.path, len(whole))
-        return [json.loads(line) for line in whole.splitlines()]
+        rows = [whole_json(self.path, line) for line in whole.splitlines()]
+        wanted = {"index", "member", "user_tokens", "seconds", "reward", "metrics"}
+        if any(missing := wanted - row.keys() for row in rows):
+            raise UserError(f"{self.path}: a line has no {min(missing)}; take that line out, or give another --out")
+        return rows
 
     @property
     def done(self) -> dict[tuple[int, int], SimpleNamespace]:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from chat import UserError
-from run import checkpoint_of
+from run import checkpoint_of, from_json
 from user_sim import KINDS, parse_pool
 
 
@@ -284,8 +283,11 @@ def check_objective(cfg: Config) -> None:
 def read_config(folder: Path) -> Config:
     """The config of a run. Errors: missing or cut file, fields of another version."""
     try:
-        return Config(**json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        cfg = from_json(Config, folder / "config.json")
+        if cfg.threads < 1 or cfg.dtype not in DTYPES:  # what every command takes from it; `train` checks the rest
+            raise ValueError(f"threads {cfg.threads}, dtype {cfg.dtype}")
+        return cfg
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{folder} is not a run folder that this version wrote ({error}); give one such as runs/tiny-seed0"
         ) from None

@@ -159,7 +159,7 @@ def explain(run: Path, number: int | None = None, file=None) -> None:
         raise UserError(
             f"--tis {cfg.tis}: its log π_old is the trainer's of that step, which no run keeps; explain another"
         )
-    episodes, state = report.read_episodes(run / "episodes.jsonl.gz"), load_state(checkpoint_of(run))
+    episodes, state = report.read_episodes(run / "episodes.jsonl.gz", needed=True), load_state(checkpoint_of(run))
     number, rows = chosen(episodes, number, cfg, run)
     episode = episodes[number]
     trainer, by_hand = weigh(run, rows, cfg)

@@ -80,7 +80,7 @@ class ModelConfig:
     def from_hf(cls, hf: dict) -> "ModelConfig":
         """From the dict in a config.json, written by transformers 4 or 5. Raises UserError for what we can't run."""
         kind = hf.get("model_type")
-        if kind not in FAMILIES:
+        if kind not in list(FAMILIES):  # a list: what stands in a file need not be hashable
             raise UserError(f"architecture {kind!r} is not supported; use one of {', '.join(FAMILIES)}")
         family = FAMILIES[kind]
         _refuse_unsupported(hf)
@@ -132,16 +132,19 @@ class ModelConfig:
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
+LIMITS = {"num_hidden_layers": 10_000}  # beyond which a number in a file is a mistake; others: 2^24, of positions too
+
+
 def _positive(hf: dict, key: str) -> int:
     value = hf.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{key} = {value!r} is not a positive whole number; correct it")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LIMITS.get(key, 2**24):
+        raise UserError(f"{key} = {value!r:.40} is not a positive whole number of a model's size; correct it")
     return value
 
 
 def _number(hf: dict, key: str) -> float:
     value = hf.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise UserError(f"{key} = {value!r} is not a positive number; correct it")
     return value
 
@@ -149,7 +152,8 @@ def _number(hf: dict, key: str) -> float:
 def _refuse_unsupported(hf: dict) -> None:
     """Anything that would change the arithmetic and that we don't have must stop us, not be skipped."""
     windowed = hf.get("use_sliding_window", hf["model_type"] == "llama") and hf.get("sliding_window")
-    if windowed or any("full" not in kind for kind in hf.get("layer_types") or []):
+    kinds = hf.get("layer_types") or []
+    if windowed or not isinstance(kinds, list) or any("full" not in str(kind) for kind in kinds):
         raise UserError(
             f"sliding-window attention (sliding_window = {hf.get('sliding_window')!r}) is not supported; "
             "use a checkpoint with full attention in every layer"
@@ -753,7 +757,7 @@ def _read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give a folder that holds a Hugging Face checkpoint") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{path} can't be read as JSON ({e}); restore the file") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; restore the file")

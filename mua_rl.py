@@ -418,7 +418,7 @@ def finish(job: Job) -> dict:
     job.save()
     wall = job.wall()
     seconds = job.clock.shares(wall)
-    rl = [r for r in report.read_metrics(job.run.folder / "metrics.jsonl") if r["phase"] == "rl"]
+    rl = [r for r in report.read_metrics(job.run.folder / "metrics.jsonl") if r.get("phase") == "rl"]
     results = dict(state.results)
     null = results.pop("null")
     summary = {
@@ -521,7 +521,7 @@ def command_line(argv: list[str]) -> None:
         if isinstance(error, BrokenPipeError):  # `show RUN | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # no file or folder is at fault
             raise
         print(
             f"mua_rl: {error.filename or 'the run folder'}: {error.strerror}; make room or fix the folder, then use --resume",

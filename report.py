@@ -34,8 +34,8 @@ def append_episodes(path: Path, episodes: list[dict]) -> None:
         os.fsync(file.fileno())
 
 
-def read_episodes(path: Path) -> list[dict]:
-    """Every whole episode, oldest first; [] where there is no file. NaN reads as None.
+def read_episodes(path: Path, needed: bool = False) -> list[dict]:
+    """Every whole episode, oldest first; [] where there is no file. NaN reads as None. needed: see `_row`.
 
     What a kill cut off at the end is left out; a resumed run writes the file anew before it goes on.
     """
@@ -49,24 +49,36 @@ def read_episodes(path: Path) -> list[dict]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # cut, within a member or within its header
         if not lines and path.read_bytes()[:2] not in (b"\x1f", b"\x1f\x8b"):
             raise UserError(f"{path} is not an episode log ({error}): move it away, or restore it") from None
-    return [_json(line, path) for line in lines]
+    return [_row(line, path, needed) for line in lines]
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """Every whole line of `metrics.jsonl`, oldest first; [] where there is no file. NaN reads as None."""
+def read_metrics(path: Path, needed: bool = False) -> list[dict]:
+    """Every whole line of `metrics.jsonl`, oldest first; [] where there is no file. NaN reads as None. needed: see `_row`."""
     lines = Path(path).read_text(errors="replace").splitlines(keepends=True) if Path(path).exists() else []
-    return [_json(line, path) for line in lines if line.endswith("\n")]  # the last may be cut by a kill
+    return [_row(line, path, needed) for line in lines if line.endswith("\n")]  # the last may be cut by a kill
+
+
+def _row(line: str | bytes, path: Path, needed: bool) -> dict:
+    """A line of a log: an object. needed: it says at which step of which phase it was written, as an evaluation's do not."""
+    row = _json(line, path)
+    placed = isinstance(row, dict) and all(isinstance(row.get(k), t) for k, t in (("phase", str), ("step", int)))
+    if not placed and (needed or not isinstance(row, dict)):
+        raise UserError(f"{path} holds a line that no run wrote ({str(row)[:40]}): restore it, or train again")
+    return row
 
 
 def _json(text: str | bytes, path: Path):
     try:
         return json.loads(text, parse_constant=lambda _: None)  # NaN is not JSON, and a browser refuses it
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} holds broken JSON ({error}): restore it, or train again") from None
 
 
 def _object(path: Path) -> dict:
-    return _json(path.read_text(errors="replace"), path) if path.exists() else {}
+    value = _json(path.read_text(errors="replace"), path) if path.exists() else {}
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object: restore it, or train again")
+    return value
 
 
 def _folder(run: Path) -> Path:

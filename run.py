@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[st
     for i, optimizer in enumerate(optimizers):
         state: dict[int, dict[str, Tensor]] = {}
         for key, value in tensors.items():
+            if not re.fullmatch(r"\d+\.\d+\..+", key):
+                raise UserError(f"{run}: the optimizer state holds {key!r}, which is no part of one; start a new run")
             which, p, name = key.split(".", 2)
             if int(which) == i:
                 state.setdefault(int(p), {})[name] = value
@@ -177,13 +180,31 @@ def begun(run: Path) -> bool:
     metrics = run / "metrics.jsonl"
     if any((run / name).exists() for name in ("checkpoint", "checkpoint.old", "cold_start")):
         return True
-    return metrics.exists() and any(row["phase"] != "eval" for row in report.read_metrics(metrics))
+    return metrics.exists() and any(row["phase"] != "eval" for row in report.read_metrics(metrics, needed=True))
+
+
+def from_json(kind: type, path: Path):
+    """A dataclass whose fields all have defaults, from a JSON file. Raises OSError, and ValueError or TypeError for what is
+    no such record: a field of another type than its default's, too."""
+    record, like = kind(**json.loads(path.read_text(encoding="utf-8"))), kind()
+    for f in dataclasses.fields(kind):
+        value, default = getattr(record, f.name), getattr(like, f.name)
+        if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
+            raise TypeError(f"{f.name} is {str(value)[:40]!r}, which is no {type(default).__name__}")
+    return record
 
 
 def load_state(folder: Path) -> State:
     try:
-        return State(**json.loads((folder / "state.json").read_text()))
-    except (ValueError, TypeError) as error:
+        state = from_json(State, folder / "state.json")
+        if state.phase not in ("sft", "rl", "done") or state.step < 0:
+            raise ValueError(f"no phase {state.phase!r} has a step {state.step}")
+        if not all(isinstance(v, int | float) for v in [*state.seconds.values(), *state.user_troubles.values()]):
+            raise TypeError("seconds and user_troubles hold numbers")
+        if not all(isinstance(v, dict) for v in state.results.values()):
+            raise TypeError("results hold an object for each evaluation")
+        return state
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{folder / 'state.json'} is damaged ({error}); start a new run") from None
 
 
@@ -216,10 +237,10 @@ class Run:
 
         metrics, episodes = self.folder / "metrics.jsonl", self.folder / "episodes.jsonl.gz"
         if metrics.exists():
-            rows = [r for r in report.read_metrics(metrics) if kept(r)]
+            rows = [r for r in report.read_metrics(metrics, needed=True) if kept(r)]
             write_whole(metrics, "".join(json.dumps(r) + "\n" for r in rows))
         if episodes.exists():
-            rows = [e for e in report.read_episodes(episodes) if kept(e)]
+            rows = [e for e in report.read_episodes(episodes, needed=True) if kept(e)]
             part = episodes.with_suffix(".part")
             part.unlink(missing_ok=True)
             report.append_episodes(part, rows)

@@ -217,8 +217,10 @@ def parse_pool(text: str) -> dict[str, float]:
             )
         if kind in pool or (kind.startswith("openai:") and any(k.startswith("openai:") for k in pool)):
             raise UserError(f"--user {text}: {kind} comes twice; name each kind once, and one openai:MODEL at most")
-        if not re.fullmatch(r"[0-9]*\.?[0-9]+", weight) or not float(weight):
-            raise UserError(f"--user {text}: weight {weight!r}; give a number above 0, as in lm=0.8,scripted=0.2")
+        if not re.fullmatch(r"[0-9]*\.?[0-9]+", weight) or not 0 < float(weight) < 1e9:
+            raise UserError(
+                f"--user {text}: weight {weight!r}; give a number above 0 and below 1e9, as in lm=0.8,scripted=0.2"
+            )
         pool[kind] = float(weight)
     return pool
 

@@ -151,11 +151,16 @@ def replay(lines: list[dict], domain: Domain) -> dict[str, list[str]]:
 def read_vectors(path: str) -> list[dict]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
+        vectors = [json.loads(line) for line in lines if line.strip()]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON Lines: {error}") from None
+    if odd := [v for v in vectors if not isinstance(v, dict) or not isinstance(v.get("id"), str)]:
+        raise UserError(
+            f"{path} holds {str(odd[0])[:40]}: a vector is an object with an id that begins with its domain"
+        )
+    return vectors
 
 
 def main(arguments: list[str] | None = None) -> int:

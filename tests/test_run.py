@@ -344,6 +344,7 @@ BAD = {
     "eval": "eval needs a run",
     "eval RUN --split secret": "secret",
     "eval RUN --user bob": "bob",
+    f"eval RUN --user lm={'9' * 400}": "below 1e9",
     "eval RUN --trials 0": "--trials 0",
     "chat nowhere": "nowhere",
     "show nowhere": "nowhere",
@@ -388,6 +389,94 @@ def test_damaged_checkpoints_are_one_line_and_exit_2(tmp_path, unbroken, capsys)
         shutil.copytree(unbroken, run)
         (run / "checkpoint" / name).write_bytes(content)
         assert name in refused(["train", "--resume", run], capsys)
+
+
+def without(cfg: dict, key: str) -> dict:
+    return {k: v for k, v in cfg.items() if k != key}
+
+
+def damaged(path: Path, how):
+    """Changes a JSON file: `how` takes what it held."""
+    path.write_text(json.dumps(how(json.loads(path.read_text()))))
+
+
+DAMAGE = {  # file: (what is done to its JSON, or its new bytes; what the line must name)
+    "config: a list": ("config.json", lambda c: [c], "not a run folder"),
+    "config: text for a number": ("config.json", lambda c: c | {"lr": "fast"}, "lr is 'fast'"),
+    "config: null": ("config.json", lambda c: c | {"steps": None}, "steps is 'None'"),
+    "config: a value that no flag takes": ("config.json", lambda c: c | {"threads": -5}, "threads -5"),
+    "config: another version's": ("config.json", lambda c: c | {"fast": 1}, "fast"),
+    "config: nested": ("config.json", b"[" * 100_000, "not a run folder"),
+    "state: phase": ("checkpoint/state.json", lambda s: s | {"phase": "nap"}, "state.json is damaged"),
+    "state: step": ("checkpoint/state.json", lambda s: s | {"step": "4"}, "state.json is damaged"),
+    "state: results": ("checkpoint/state.json", lambda s: s | {"results": {"null": 3}}, "state.json is damaged"),
+    "state: seconds": ("checkpoint/state.json", lambda s: s | {"seconds": {"x": "y"}}, "state.json is damaged"),
+    "metrics: no object": ("metrics.jsonl", b"[]\n", "metrics.jsonl holds a line"),
+    "metrics: no phase": ("metrics.jsonl", b"{}\n", "metrics.jsonl holds a line"),
+    "metrics: no number": ("metrics.jsonl", b'{"phase": "rl", "step": "4"}\n', "metrics.jsonl holds a line"),
+    "metrics: garbage": ("metrics.jsonl", b"\xff\xfe\n", "metrics.jsonl holds broken JSON"),
+    "episodes: no object": ("episodes.jsonl.gz", gzip.compress(b"3\n"), "episodes.jsonl.gz holds a line"),
+    "episodes: no phase": ("episodes.jsonl.gz", gzip.compress(b"{}\n"), "episodes.jsonl.gz holds a line"),
+    "template: no text": ("checkpoint/chat_template.jinja", b"\xff", "chat template"),
+    "template: empty list": ("checkpoint/tokenizer_config.json", lambda c: c | {"chat_template": []}, "chat template"),
+    "template: odd list": ("checkpoint/tokenizer_config.json", lambda c: c | {"chat_template": [3]}, "chat template"),
+    "model: kind": ("checkpoint/config.json", lambda c: c | {"model_type": ["qwen3"]}, "config.json"),
+    "model: layer kinds": ("checkpoint/config.json", lambda c: c | {"layer_types": 3}, "config.json"),
+    "model: endless layers": (
+        "checkpoint/config.json",
+        lambda c: c | {"num_hidden_layers": 10**9},
+        "num_hidden_layers",
+    ),
+    "model: huge": ("checkpoint/config.json", lambda c: c | {"hidden_size": 2**70}, "hidden_size"),
+    "model: no float": (
+        "checkpoint/config.json",
+        lambda c: without(c, "rope_parameters") | {"rope_theta": 10**400},
+        "rope_theta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_of_a_run_are_one_line_and_exit_2(tmp_path, unbroken, name, capsys):
+    file, how, words = DAMAGE[name]
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    if isinstance(how, bytes):
+        (run / file).write_bytes(how)
+    else:
+        damaged(run / file, how)
+    assert words in refused(["train", "--resume", run], capsys)
+
+
+def test_another_files_tensors_are_no_optimizer_state(tmp_path, unbroken, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    shutil.copy(run / "checkpoint" / "model.safetensors", run / "checkpoint" / "optimizer.safetensors")
+    assert "optimizer state" in refused(["train", "--resume", run], capsys)
+
+
+def test_a_folder_in_a_files_place_is_one_line_and_exit_2(tmp_path, unbroken, capsys):
+    for file in ("config.json", "metrics.jsonl", "episodes.jsonl.gz", "checkpoint/state.json"):
+        run = tmp_path / file.replace("/", "-")
+        shutil.copytree(unbroken, run)
+        (run / file).unlink()
+        (run / file).mkdir()
+        assert Path(file).name in refused(["train", "--resume", run], capsys)
+
+
+@pytest.mark.parametrize(
+    "file, content",
+    [("config.json", "{"), ("config.json", "[]"), ("conversations.jsonl", "{\n"), ("conversations.jsonl", "{}\n")],
+)
+def test_a_damaged_evaluation_is_one_line_and_exit_2(tmp_path, unbroken, file, content, capsys):
+    out, args = tmp_path / "out", ["eval", unbroken, "--n", 1, "--trials", 1, "--user", "scripted", "--out"]
+    mua_rl.command_line([str(a) for a in [*args, out]])
+    capsys.readouterr()
+    (out / file).write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        mua_rl.command_line([str(a) for a in [*args, out]])
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and file in last and last.startswith("mua_rl: ")
 
 
 def test_a_run_is_not_overwritten(unbroken, capsys):
