@@ -139,7 +139,11 @@ def refilled(cfg: Config, step: int, teaches) -> tuple[list[str], list[tuple]]:
         keys.extend((phase, step, first + i, m) for i in range(len(tasks)) for m in range(members))
         return [[trajectory("user_ended", float(m == 0 and teaches(t)), t) for m in range(members)] for t in tasks]
 
-    samplers = {who: SimpleNamespace(weights_changed=lambda who=who: forgot.append(who)) for who in ("agent", "user")}
+    class Silent:
+        def __init__(self, who):
+            self.weights_changed, self.seconds = lambda: forgot.append(who), Counter()
+
+    samplers = {who: Silent(who) for who in ("agent", "user")}
     stage = SimpleNamespace(play=play, samplers=samplers)
     domain = SimpleNamespace(task=lambda split, seed, i: f"{split} {seed} {i}")
     groups, tasks = collect(SimpleNamespace(cfg=cfg, domain=domain, stage=stage, clock=Clock()), step)
