@@ -217,8 +217,10 @@ def start_model(cfg: Config, domain: Any) -> tuple[Chat, models.Decoder]:
     if cfg.model:
         return load_pretrained(cfg.model, cfg)
     chat = Chat(train_tokenizer(tokenizer_texts(domain, cfg.seed)), CHATML_TEMPLATE)
+    shape = from_scratch_shape(cfg, chat.vocab_size)
+    plan.check(cfg, shape, ("weights",))  # a loaded model's are there already when the rest is checked
     torch.manual_seed(cfg.seed)
-    policy = models.Decoder(from_scratch_shape(cfg, chat.vocab_size))
+    policy = models.Decoder(shape)
     if cfg.induction:
         models.wire_induction(policy, cfg.seed)
     return chat, policy.to(cfg.device, DTYPES[cfg.dtype])
@@ -287,13 +289,12 @@ def freeze_reference_and_user(job: Job) -> None:
     """A frozen copy of the cold start is the KL reference, and plays the user. Measures both before RL begins."""
     cfg = job.cfg
     with job.clock("setup"):
+        plays = "lm" in plan.voices(cfg)
         if cfg.lora_rank:
             job.frozen = models.Base(job.policy)  # the same weights, adapters off
-        else:
+        elif cfg.kl or plays:
             job.frozen = start_of_rl(cfg, job.run.folder).requires_grad_(False)
-        pool = parse_pool(cfg.user)
-        users = other_users(pool, cfg, job.chat, job.policy)
-        lm = job.frozen if "lm" in pool or (main_user(job) == "lm" and cfg.test_tasks) else None
+        users, lm = other_users(parse_pool(cfg.user), cfg, job.chat, job.policy), job.frozen if plays else None
         samplers = make_samplers(cfg, job.chat, job.policy, lm, users=users)
         job.stage = Stage(cfg, job.domain, job.chat, samplers, job.api, {k: chat for k, (_, chat) in users.items()})
     if cfg.test_tasks:
@@ -328,7 +329,7 @@ def measure(job: Job, name: str, split: str, user: str, trials: int, n: int = 0)
 
 
 def collect(job: Job, step: int) -> tuple[list[list[Trajectory]], list[Task]]:
-    """One rollout: G conversations of each of the step's tasks, with the language-model user. For groups that teach
+    """One rollout: G conversations of each of the step's tasks, with users of the pool `user`. For groups that teach
     nothing, up to `refill` further tasks are played (Dynamic Sampling: DAPO, 2503.14476 §3.2); a resumed run plays the
     same ones.
     """

@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from model import ModelConfig
 from user_sim import parse_pool
 
 GIB = 2**30
+GROUP = Path("/sys/fs/cgroup")  # a container's, on Linux
 SHAPES = {  # from the models' config.json: hidden, MLP, layers, heads, kv heads, head size, vocabulary, tied
     "smollm2": ("llama", 576, 1536, 30, 9, 3, 64, 49152, True),
     "Qwen/Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True),
@@ -42,7 +44,7 @@ class Need:
     """Bytes, by what they are for."""
 
     weights: int
-    reference: int  # a frozen second copy: KL reference and user. With LoRA the weights themselves, adapters off
+    reference: int  # frozen copies: KL reference and user "lm" (with LoRA the weights, adapters off); other users
     gradients: int
     masters: int  # fp32 copies of trained half-precision weights
     optimizer: int  # AdamW's two moments
@@ -100,6 +102,12 @@ def log_probs(m: ModelConfig, T: int, width: int, device: str, head_trained: boo
     return max(backward, partials + T * C * (0 if device == "cuda" else 12 + 2 * (width == 2)))
 
 
+def voices(cfg) -> set[str]:
+    """The kinds of users that are played by weights in this process: those in training, and whom the shop's evaluations meet."""
+    trained = {kind for kind in parse_pool(cfg.user) if kind in ("lm", "self") or kind.startswith("frozen:")}
+    return trained | ({"lm"} if cfg.domain == "shop" and cfg.test_tasks else set())
+
+
 def need(cfg, m: ModelConfig) -> Need:
     """The memory of a run with `cfg` (a config.Config) on a model of shape `m`: of the phase that needs more."""
     learning = phase(cfg, m)
@@ -119,15 +127,16 @@ def phase(cfg, m: ModelConfig) -> Need:
     T, layers = max(cfg.micro_tokens, cfg.max_len), m.num_hidden_layers  # one row at least, however long
     block = block_activations(m, cfg.lora_rank)
     kept = 2 * m.hidden_size + (layers * m.hidden_size + block if cfg.checkpointing else layers * block)
-    voices = [kind for kind in parse_pool(cfg.user) if kind in ("lm", "self") or kind.startswith("frozen:")]
-    users = max(len(voices), cfg.domain == "shop")  # the shop's evaluations always meet "lm"
+    users = voices(cfg)
+    start = not cfg.lora_rank and bool(cfg.kl or "lm" in users)
+    copies = start + len(users - {"lm", "self"})  # others are taken to be as large as this
     return Need(
         weights=everything * width + (trained * 4 if cfg.lora_rank else 0),
-        reference=0 if cfg.lora_rank else everything * width,
+        reference=copies * everything * width,
         gradients=trained * 4,
         masters=trained * 4 if half else 0,
         optimizer=round(trained * MOMENTS[cfg.optimizer]),
-        caches=cfg.slots * (cfg.max_len + 1 + users * (cfg.user_max_len + 1)) * per_token,
+        caches=cfg.slots * (cfg.max_len + 1 + len(users) * (cfg.user_max_len + 1)) * per_token,
         activations=T * kept * width,
         logits=log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),
     )
@@ -145,15 +154,16 @@ def summary(cfg, m: ModelConfig) -> str:
 
 def free_bytes(device: str) -> int | None:
     """Memory that can still be had there: on a GPU what no one has allocated; else what Linux calls available, or what a
-    container's limit leaves, if that is less. None where that can't be told."""
+    container's limit leaves, if that is less (what it keeps of files it can drop). None where that can't be told."""
     if device != "cpu":
         return torch.cuda.mem_get_info(torch.device(device))[0]
-    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    meminfo, limit = Path("/proc/meminfo"), GROUP / "memory.max"
     if not meminfo.exists():
         return None
     free = next(int(x.split()[1]) * 1024 for x in meminfo.read_text().splitlines() if x.startswith("MemAvailable"))
     if limit.exists() and (most := limit.read_text().strip()).isdigit():
-        free = min(free, int(most) - int(limit.with_name("memory.current").read_text()))
+        used, files = ((GROUP / name).read_text() for name in ("memory.current", "memory.stat"))
+        free = min(free, int(most) - int(used) + int(re.search(r"^inactive_file (\d+)", files, re.M)[1]))
     return free
 
 
@@ -163,6 +173,7 @@ REMEDY = {  # for the largest part of what a run needs
     "logits": "--micro-tokens {micro_tokens}: choose a --model with a smaller vocabulary",
 }
 SMALLER = "--model {model}: choose a smaller one, or train adapters with --lora-rank 16"
+NARROWER = "--layers {layers} --width {width} --mlp {mlp}: give less"  # from scratch
 
 
 NEW = tuple(part for part in Need.__annotations__ if part != "weights")  # what a run adds to a loaded model
@@ -172,7 +183,9 @@ def check(cfg, m: ModelConfig, parts: tuple[str, ...] = NEW) -> None:
     """Raises UserError where these parts of what a run needs do not fit into the memory that is free now."""
     n, free = {k: v for k, v in vars(need(cfg, m)).items() if k in parts}, free_bytes(cfg.device)
     if free is not None and sum(n.values()) > free:
-        flags, remedy = REMEDY.get(most := max(n, key=n.get), SMALLER).format(**vars(cfg)).split(": ")
+        most = max(n, key=n.get)
+        text = REMEDY.get(most, SMALLER if cfg.model else NARROWER).format(**vars(cfg))
+        flags, remedy = text.rsplit(": ", 1)
         raise UserError(
             f"{flags}: needs {sum(n.values()) / GIB:.1f} GiB, of which {most} {n[most] / GIB:.1f}, and {free / GIB:.1f} GiB "
             f"are free; {remedy}"

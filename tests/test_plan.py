@@ -99,6 +99,37 @@ def test_a_run_that_cannot_fit_says_which_flags_are_to_blame(monkeypatch):
     plan.check(dataclasses.replace(cfg, slots=10**9), SMALL)  # where nobody can tell, nobody is refused
 
 
+def test_frozen_copies_are_counted_where_somebody_needs_them():
+    m, cfg = SMALL, dataclasses.replace(config.Config(), sft_steps=0, domain="retail", model="m", user="openai:x")
+    weights, cache = 4 * plan.parameters(m)[0], 4 * 2 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim
+    cache *= cfg.slots * (cfg.user_max_len + 1)
+    alone = plan.need(dataclasses.replace(cfg, kl=0.0), m)
+    for changes, copies, users in (
+        ({}, 1, 0),
+        ({"kl": 0.0}, 0, 0),
+        ({"kl": 0.0, "user": "lm"}, 1, 1),
+        ({"lora_rank": 4, "user": "lm,frozen:a"}, 1, 2),
+        ({"user": "self,frozen:a,frozen:b"}, 3, 3),
+        ({"kl": 0.0, "user": "self", "domain": "shop"}, 1, 2),
+        ({"kl": 0.0, "user": "self", "domain": "shop", "test_tasks": 0}, 0, 1),
+    ):
+        n = plan.need(dataclasses.replace(cfg, **changes), m)
+        assert (n.reference, n.caches - alone.caches) == (copies * weights, users * cache), changes
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux only")
+def test_what_a_container_keeps_of_files_is_free(tmp_path, monkeypatch):
+    """Else whoever has just read a model from disk would be refused."""
+    monkeypatch.setattr(plan, "GROUP", tmp_path)
+    most = plan.free_bytes("cpu")
+    (tmp_path / "memory.max").write_text("100000\n")
+    (tmp_path / "memory.current").write_text("99000\n")
+    (tmp_path / "memory.stat").write_text("anon 9000\ninactive_file 70000\nactive_file 20000\n")
+    assert plan.free_bytes("cpu") == 71000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert plan.free_bytes("cpu") == pytest.approx(most, rel=0.2)
+
+
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux only")
 def test_free_memory_is_what_psutil_says_or_what_the_container_leaves():
     psutil = pytest.importorskip("psutil")

@@ -257,6 +257,16 @@ def test_masters_step_as_fp32_weights_would_and_the_weights_follow():
         assert torch.equal(master, twin) and torch.equal(half, master.bfloat16())
 
 
+@pytest.mark.parametrize("kl, frozen", [("0", False), ("0.1", True)])
+def test_the_start_is_kept_only_where_it_is_needed(tmp_path, monkeypatch, kl, frozen):
+    held = []
+    monkeypatch.setattr(
+        mua_rl, "collect", lambda job, step, inner=mua_rl.collect: held.append(job.frozen) or inner(job, step)
+    )
+    small_run(tmp_path / "run", monkeypatch, "--kl", kl, "--steps", "1")
+    assert [model is not None for model in held] == [frozen]
+
+
 def test_no_master_outlives_its_optimizer(tmp_path, unbroken, monkeypatch):
     flags = ["--model", str(unbroken / "cold_start"), "--sft-steps", "2", "--steps", "1", *HALF, "--lora-rank", "2"]
     made, inner = [], grpo.masters
@@ -276,6 +286,14 @@ def test_no_master_outlives_its_optimizer(tmp_path, unbroken, monkeypatch):
     )
     small_run(tmp_path / "run", monkeypatch, *flags)
     assert made and alive == [0]
+
+
+def test_weights_that_cannot_fit_are_not_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(mua_rl.plan, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(mua_rl.models, "Decoder", None)
+    with pytest.raises(mua_rl.UserError, match="--layers 2 --width 4096 .* of which weights"):
+        small_run(tmp_path / "run", monkeypatch, "--width", "4096")
+    assert not (tmp_path / "run").exists()
 
 
 def test_contexts_longer_than_the_model_are_refused(tmp_path, unbroken, monkeypatch):
