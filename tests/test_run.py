@@ -291,7 +291,7 @@ def test_no_master_outlives_its_optimizer(tmp_path, unbroken, monkeypatch):
 def test_weights_that_cannot_fit_are_not_made(tmp_path, monkeypatch):
     monkeypatch.setattr(mua_rl.plan, "free_bytes", lambda device: 100_000)
     monkeypatch.setattr(mua_rl.models, "Decoder", None)
-    with pytest.raises(mua_rl.UserError, match="--layers 2 --width 4096 .* of which weights"):
+    with pytest.raises(mua_rl.UserError, match=r"--layers 2 --width 4096 .* of which weights"):
         small_run(tmp_path / "run", monkeypatch, "--width", "4096")
     assert not (tmp_path / "run").exists()
 
