@@ -13,6 +13,13 @@ def pytest_addoption(parser):
     parser.addoption("--mutant", metavar="NAME", help="run the tests on a copy with this planted bug; they must fail")
 
 
+def pytest_collection_modifyitems(config, items):
+    if "slow" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="minutes long: pytest -m slow"))
+
+
 def pytest_cmdline_main(config):
     if not (name := config.getoption("--mutant")):
         return None

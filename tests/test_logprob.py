@@ -551,7 +551,5 @@ def test_compiles_for_real_gpus_without_spills(name, constants, dtype, arch, tmp
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name, constants", BUILDS, ids=str)
-def test_every_variant_compiles_without_spills(name, constants, dtype, odd, arch, tmp_path, monkeypatch, request):
-    if "slow" not in request.config.option.markexpr:
-        pytest.skip("minutes long: pytest -m slow")
+def test_every_variant_compiles_without_spills(name, constants, dtype, odd, arch, tmp_path, monkeypatch):
     assert_it_fits(name, arch, dtype, tmp_path, monkeypatch, odd, **constants)
