@@ -31,14 +31,13 @@ SMALL = (
 ).split()
 # A policy that knows nothing never earns a reward, and without rewards nothing is learned: for these runs each member of a
 # group gets an advantage of its own, so that every step moves the weights.
-DRIVER = f"""
-import functools, sys; sys.path.insert(0, {str(ROOT)!r})
-import grpo, mua_rl
+QUICK = """
+import functools, grpo, mua_rl
 mua_rl.tokenizer_texts = functools.partial(mua_rl.tokenizer_texts, n=300)  # a quicker start
 mua_rl.null_baselines = functools.partial(mua_rl.null_baselines, n=50)
 grpo.advantages = lambda rewards, eps=0: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
-mua_rl.command_line(sys.argv[1:])
 """
+DRIVER = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{QUICK}\nmua_rl.command_line(sys.argv[1:])\n"
 
 
 def command(tmp_path, *args, driver=True):
