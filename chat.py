@@ -737,10 +737,18 @@ def _as_message(call: Call) -> dict:
     return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
+def parse_json(text: str | bytes, **how) -> object:
+    """json.loads of what stands in a file or an answer. Raises ValueError only: what is nested too deeply is broken, too."""
+    try:
+        return json.loads(text, **how)
+    except RecursionError as error:
+        raise ValueError(_short(error)) from None
+
+
 def _read_json(path: Path) -> dict:
     try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (ValueError, RecursionError) as error:
+        value = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}; copy it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; copy it again")

@@ -21,7 +21,7 @@ import model as models
 import plan
 import report
 from api_user import Api
-from chat import Chat, UserError
+from chat import Chat, UserError, parse_json
 from config import DOMAINS, PRESETS, Config, check_device, check_user, fitted, read_config
 from domains import simulations
 from evaluation import (
@@ -237,10 +237,10 @@ def print_result(r: dict) -> None:
 def whole_json(path: Path, text: bytes) -> dict:
     """An object of an evaluation's files. Raises UserError if it is none."""
     try:
-        if isinstance(value := json.loads(text), dict):
+        if isinstance(value := parse_json(text), dict):
             return value
         error = f"{str(value)[:40]} is no object"
-    except (ValueError, RecursionError) as broken:
+    except ValueError as broken:
         error = broken
     raise UserError(f"{path} is damaged ({error}); restore it, or give another --out")
 

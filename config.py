@@ -287,7 +287,7 @@ def read_config(folder: Path) -> Config:
         if cfg.threads < 1 or cfg.dtype not in DTYPES:  # what every command takes from it; `train` checks the rest
             raise ValueError(f"threads {cfg.threads}, dtype {cfg.dtype}")
         return cfg
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{folder} is not a run folder that this version wrote ({error}); give one such as runs/tiny-seed0"
         ) from None

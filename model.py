@@ -21,7 +21,7 @@ from tokenizers import Regex, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from chat import UserError
+from chat import UserError, parse_json
 
 try:  # an extra, for NVIDIA GPUs only; without it torch's own attention does the same
     import flash_attn
@@ -754,10 +754,10 @@ def from_tensors(cfg: ModelConfig, tensors: Iterable[tuple[str, Tensor]], where:
 
 def _read_json(path: Path) -> dict:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give a folder that holds a Hugging Face checkpoint") from None
-    except (OSError, ValueError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         raise UserError(f"{path} can't be read as JSON ({e}); restore the file") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; restore the file")

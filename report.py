@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from chat import Role, UserError
+from chat import Role, UserError, parse_json
 
 # ---- the files of a run ----
 
@@ -69,8 +69,8 @@ def _row(line: str | bytes, path: Path, needed: bool) -> dict:
 
 def _json(text: str | bytes, path: Path):
     try:
-        return json.loads(text, parse_constant=lambda _: None)  # NaN is not JSON, and a browser refuses it
-    except (ValueError, RecursionError) as error:
+        return parse_json(text, parse_constant=lambda _: None)  # NaN is not JSON, and a browser refuses it
+    except ValueError as error:
         raise UserError(f"{path} holds broken JSON ({error}): restore it, or train again") from None
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import model as models
 import report
-from chat import Chat, UserError
+from chat import Chat, UserError, parse_json
 
 
 class Clock:
@@ -186,7 +186,7 @@ def begun(run: Path) -> bool:
 def from_json(kind: type, path: Path):
     """A dataclass whose fields all have defaults, from a JSON file. Raises OSError, and ValueError or TypeError for what is
     no such record: a field of another type than its default's, too."""
-    record, like = kind(**json.loads(path.read_text(encoding="utf-8"))), kind()
+    record, like = kind(**parse_json(path.read_text(encoding="utf-8"))), kind()
     for f in dataclasses.fields(kind):
         value, default = getattr(record, f.name), getattr(like, f.name)
         if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
@@ -204,7 +204,7 @@ def load_state(folder: Path) -> State:
         if not all(isinstance(v, dict) for v in state.results.values()):
             raise TypeError("results hold an object for each evaluation")
         return state
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder / 'state.json'} is damaged ({error}); start a new run") from None
 
 

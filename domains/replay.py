@@ -9,13 +9,12 @@ if there are any.
 import argparse
 import functools
 import hashlib
-import json
 import math
 import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from chat import UserError
+from chat import UserError, parse_json
 from domains.airline import Airline
 from domains.retail import Retail
 from domains.tau2 import Domain, World, canonical, fields
@@ -151,10 +150,10 @@ def replay(lines: list[dict], domain: Domain) -> dict[str, list[str]]:
 def read_vectors(path: str) -> list[dict]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-        vectors = [json.loads(line) for line in lines if line.strip()]
+        vectors = [parse_json(line) for line in lines if line.strip()]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not JSON Lines: {error}") from None
     if odd := [v for v in vectors if not isinstance(v, dict) or not isinstance(v.get("id"), str)]:
         raise UserError(
