@@ -460,7 +460,8 @@ class Decoder(nn.Module):
         rows = _packed_rows(real, computed, place, shared) if packed else _prefix_rows(B, L, shared, self.head)
         rope = tuple(t[computed.nonzero()[:, 1], None] for t in self._rope(L))  # [T, 1, D]
         x = self._blocks(self.model["embed_tokens"](ids[computed])[None], rope, rows)  # [1, T, H]
-        return x[0].index_select(0, place.flatten()).view(B, L, -1) * real[..., None]
+        hidden = x[0].index_select(0, place.flatten()).view(B, L, -1)
+        return hidden * real[..., None] if packed else hidden
 
     def _blocks(self, x: Tensor, rope: tuple[Tensor, Tensor], rows: "Rows | None") -> Tensor:
         attend = lambda attention, h: attention(h, rope, rows)
