@@ -167,13 +167,14 @@ def free_bytes(device: str) -> int | None:
     return free
 
 
-REMEDY = {  # for the largest part of what a run needs
-    "caches": "--slots {slots} --max-len {max_len} --user-max-len {user_max_len}: give fewer slots or shorter contexts",
-    "activations": "--micro-tokens {micro_tokens} --max-len {max_len}: give less, or add --checkpointing",
-    "logits": "--micro-tokens {micro_tokens}: choose a --model with a smaller vocabulary",
+CACHES = "--slots {slots} --max-len {max_len} --user-max-len {user_max_len}"
+REMEDY = {  # for the largest part of what a run needs: the flags to blame, and what to do
+    "caches": (CACHES, "give fewer slots or shorter contexts"),
+    "activations": ("--micro-tokens {micro_tokens} --max-len {max_len}", "give less, or add --checkpointing"),
+    "logits": ("--micro-tokens {micro_tokens}", "choose a --model with a smaller vocabulary"),
 }
-SMALLER = "--model {model}: choose a smaller one, or train adapters with --lora-rank 16"
-NARROWER = "--layers {layers} --width {width} --mlp {mlp}: give less"  # from scratch
+SMALLER = "--model {model}", "choose a smaller one, or train adapters with --lora-rank 16"
+NARROWER = "--layers {layers} --width {width} --mlp {mlp}", "give less"  # from scratch
 
 
 NEW = tuple(part for part in Need.__annotations__ if part != "weights")  # what a run adds to a loaded model
@@ -184,10 +185,9 @@ def check(cfg, m: ModelConfig, parts: tuple[str, ...] = NEW) -> None:
     n, free = {k: v for k, v in vars(need(cfg, m)).items() if k in parts}, free_bytes(cfg.device)
     if free is not None and sum(n.values()) > free:
         most = max(n, key=n.get)
-        text = REMEDY.get(most, SMALLER if cfg.model else NARROWER).format(**vars(cfg))
-        flags, remedy = text.rsplit(": ", 1)
+        flags, remedy = REMEDY.get(most, SMALLER if cfg.model else NARROWER)
         raise UserError(
-            f"{flags}: needs {sum(n.values()) / GIB:.1f} GiB, of which {most} {n[most] / GIB:.1f}, and {free / GIB:.1f} GiB "
+            f"{flags.format(**vars(cfg))}: needs {sum(n.values()) / GIB:.1f} GiB, of which {most} {n[most] / GIB:.1f}, and {free / GIB:.1f} GiB "
             f"are free; {remedy}"
         )
 
