@@ -16,18 +16,15 @@ On CUDA (not run on a GPU here) also Liger-Kernel and cut-cross-entropy where in
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
+from measure import in_a_process, resident
 from torch.utils.checkpoint import checkpoint
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from kernels.logprob import linear_logprob, linear_logprob_reference  # noqa: E402
+from kernels.logprob import linear_logprob, linear_logprob_reference
 
 SIZES = [(2048, 49152, 576), (2048, 151936, 1024)]  # T, V, H of SmolLM2-135M and Qwen3-0.6B
 TIME, MEMORY = 1.1, 0.1  # promised, as shares of the naive formula's
@@ -61,12 +58,6 @@ VARIANTS = {
     "Liger-Kernel": liger,  # no entropy
     "cut-cross-entropy": cut_cross_entropy,  # no entropy
 }
-
-
-def status(key: str) -> int:
-    """Bytes of VmRSS (resident now) or VmHWM (the most so far)."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
-    return int(line.split()[1]) * 1024
 
 
 def machine_seconds() -> float:
@@ -109,22 +100,12 @@ def measure(variant: str, T: int, V: int, H: int, dtype: str, threads: int) -> d
         torch.cuda.reset_peak_memory_stats()
     else:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before = torch.cuda.memory_allocated() if cuda else status("VmRSS")
+    before = torch.cuda.memory_allocated() if cuda else resident("VmRSS")
     first = run(T)
-    peak = torch.cuda.max_memory_allocated() if cuda else status("VmHWM")
+    peak = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")
     gradients = sum(x.numel() * x.element_size() for x in (hidden, weight))
     second = run(T)
     return least_time(first, second) | {"bytes": max(0, peak - before - gradients)}
-
-
-def in_a_process(*args) -> dict | None:
-    """measure(*args) there; None where the package or a compiler is missing."""
-    command = [sys.executable, __file__, "--measure", json.dumps(args)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    print(f"{args[0]}: not here ({(done.stderr.strip().splitlines() or ['no message'])[-1][:100]})", file=sys.stderr)
-    return None
 
 
 def compare(names: list[str], size: tuple, dtype: str, threads: int, rounds: int) -> dict[str, dict]:
@@ -132,7 +113,8 @@ def compare(names: list[str], size: tuple, dtype: str, threads: int, rounds: int
     best = {}
     for _ in range(rounds):
         for name in names:
-            if got := in_a_process(name, *size, dtype, threads):
+            arguments = json.dumps([name, *size, dtype, threads])
+            if got := in_a_process(name, [sys.executable, __file__, "--measure", arguments]):
                 best[name] = least_time(got, best.get(name, got))
         names = list(best)
     return best

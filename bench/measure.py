@@ -58,6 +58,16 @@ def once(run: Callable[[], dict | None]) -> dict[str, float]:
     return spent | {"bytes": max(0, resident("VmHWM") - before)} | more
 
 
+def in_a_process(name: str, command: list[str]) -> dict | None:
+    """The JSON of the command's last line; None, and a line that says why, where a package or a compiler is missing."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    why = (done.stderr.strip().splitlines() or ["no message"])[-1][:160]
+    print(f"{name}: not here ({why})", file=sys.stderr)
+    return None
+
+
 def compare(script: str, variants: dict[str, list], o, rounds: int = 2) -> dict[str, dict[str, float]]:
     """{variant: measured} for the arguments of each one's `setup`; the variants take turns, so that a slow minute of the
     machine hits all. Least time, least memory, most of all else. One that can't run here is named, and left out."""
@@ -67,12 +77,8 @@ def compare(script: str, variants: dict[str, list], o, rounds: int = 2) -> dict[
             if i and name not in best:
                 continue
             command = [o.python, script, "--threads", str(o.threads), "--measure", json.dumps(args)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                why = (done.stderr.strip().splitlines() or ["no message"])[-1][:160]
-                print(f"{name}: not here ({why})", file=sys.stderr)
+            if (got := in_a_process(name, command)) is None:
                 continue
-            got = json.loads(done.stdout.splitlines()[-1])
             old = best.get(name, got)
             best[name] = {k: (min if k in ("wall", "cpu", "bytes") else max)(v, old[k]) for k, v in got.items()}
     return best
