@@ -127,22 +127,34 @@ def parse(text: str, style: str = "hermes") -> Say | ToolCalls | Malformed:
 
 
 def _parse_bare(text: str) -> Say | ToolCalls | Malformed:
-    text = text.rpartition("</think>")[2]
-    if "<think>" in text:
+    """Calls are all that follows a thought; a tag inside a string of theirs is none. So where JSON fills the rest of the text
+    after one of the tags, or the whole text, those are the calls; else what stands after the last tag counts."""
+    ends = [0, *(tag.end() for tag in re.finditer("</think>", text))]
+    bodies = [text[at:].strip().removeprefix("<|python_tag|>").strip() for at in ends]
+    for body in bodies:
+        calls, whole = _bare_calls(body)
+        if whole:
+            return ToolCalls(tuple(calls), "")
+    if "<think>" in body:
         return Malformed("<think> was not closed")
-    body = text.strip().removeprefix("<|python_tag|>").strip()
-    if not re.match(r"\{|\[\s*\{", body):
-        return Say(body) if body else Malformed("empty message")
+    if calls:
+        return ToolCalls(tuple(calls), "")
+    return Say(body) if body else Malformed("empty message")
+
+
+def _bare_calls(body: str) -> tuple[list[Call | Malformed], bool]:
+    """The calls at the beginning of `body`, and whether it holds nothing else. [] where no JSON begins it."""
     calls, at = [], 0
+    if not re.match(r"\{|\[\s*\{", body):
+        return calls, False
     while at < len(body):
         try:
             value, at = _DECODER.raw_decode(body, at)
         except (ValueError, RecursionError) as error:
-            calls.append(Malformed(f"the call is not valid JSON: {_short(error)}"))
-            break
+            return [*calls, Malformed(f"the call is not valid JSON: {_short(error)}")], False
         calls += [_as_call(v, "parameters") for v in (value if isinstance(value, list) else [value])]
         at += len(body[at:]) - len(body[at:].lstrip("; \n"))
-    return ToolCalls(tuple(calls), "")
+    return calls, True
 
 
 def _read_call(text: str, start: int) -> tuple[Call | Malformed, int]:

@@ -227,6 +227,12 @@ def test_llama_writes_its_calls_bare():
     assert parse(f"I would call {LLAMA_CALL}", "llama") == Say(f"I would call {LLAMA_CALL}")
     assert parse("<think>hm</think> Hi", "llama") == Say("Hi")
     assert isinstance(parse("<think>hm", "llama"), Malformed) and isinstance(parse(" ", "llama"), Malformed)
+    for tags in ("<think>", "</think>", "<think>hm</think>"):  # in a string they are text like any other
+        said = Call("say", {"text": f"a{tags}b"})
+        for thought in ("", "<think>hm</think>\n", f"{LLAMA_CALL}</think>"):  # and what was only planned is no call
+            assert parse(thought + turn_text([said, good], "", "llama"), "llama") == ToolCalls((said, good), "")
+    assert parse(f"<think>{LLAMA_CALL}</think>Hi", "llama") == Say("Hi")
+    assert parse(f"{LLAMA_CALL}</think>Hi", "llama") == Say("Hi")
 
 
 PIECES = [
