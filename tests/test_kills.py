@@ -3,6 +3,7 @@
 `pytest -m slow tests/test_kills.py`, some four minutes. Each child is forked from one process that has all modules loaded.
 """
 
+import itertools
 import os
 import random
 import signal
@@ -95,7 +96,9 @@ def test_fifty_kills_lose_at_most_the_step_in_progress(tmp_path):
     log, rng, whole = tmp_path / "log", random.Random(0), tmp_path / "whole"
     writes, seconds, _ = forked(onward(whole), log)
     moments = []
-    for i in range(KILLS // BETWEEN):
+    for i in itertools.count():  # a child may be done before its moment: that is none of the fifty
+        if sum(killed for killed, *_ in moments) >= KILLS:
+            break
         folder = tmp_path / str(i)
         for kill in range(BETWEEN):
             args = onward(folder)
@@ -110,4 +113,4 @@ def test_fifty_kills_lose_at_most_the_step_in_progress(tmp_path):
         same_run(whole, folder)
     for moment in moments:
         print(*moment, file=sys.stderr)
-    assert sum(m[0] for m in moments) >= 0.9 * KILLS and len({m[1] for m in moments}) >= 6
+    assert len(moments) < 2 * KILLS and len({m[1] for m in moments}) >= 6
