@@ -107,7 +107,6 @@ def test_the_noise_of_each_baseline_is_as_measured(float64):
     assert not missing, "docs/tutorial.md is stale: paste what `python bench/tutorial_plots.py` prints"
 
 
-@pytest.mark.slow
 def test_the_four_steps_are_as_measured(float64):
     bench = measured()
     missing = [line for line in [*bench.training_table()[0], *bench.squeezed_table()] if line not in TEXT]
