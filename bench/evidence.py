@@ -3,7 +3,7 @@
     python bench/evidence.py                 all studies, about an hour on two cores; what is there is not run again
     python bench/evidence.py kl users        some of them
 
-Every run of a seed starts from the same cold start and sees the same training tasks for STEPS steps. Then 250 held-out
+Every run of a seed starts from the same cold start and sees the same training tasks for STEPS steps. Then 200 held-out
 tasks at temperature 1, with each user of TESTED. For each study: docs/evidence/STUDY.csv and STUDY.png.
 """
 
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import report  # noqa: E402
 
-SEEDS, STEPS, TESTS = (0, 1, 2), 15, 250
+SEEDS, STEPS, TESTS = (0, 1, 2), 12, 200
 TESTED = {"lm": "lm", "scripted": "scripted", "stranger": "stranger", "lm, tools fail": "lm"}  # test → user
 COLUMNS = "step success reward kl entropy grad_norm turns tokens_per_turn unique_4grams user_fault".split()
 
@@ -170,10 +170,16 @@ def run_all(runs: Path, wanted: list[str], at_once: int) -> None:
         print(f"{' '.join(map(str, args))}: {'done' if not code else f'failed, see {log}'}", flush=True)
 
     runs.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(at_once) as pool:
-        cold = [s for s in SEEDS if any(j[2] == s for j in todo)]
-        list(pool.map(lambda seed: child("cold start", seed), cold))
-        list(pool.map(lambda j: child(j[1], j[2]), todo))
+
+    def after(cold_start: Future, job: tuple[Path, str, int]) -> None:
+        cold_start.result()
+        child(job[1], job[2])
+
+    with ThreadPoolExecutor(at_once) as pool:  # cold starts stand first in the queue, so no run waits for one in vain
+        cold = {seed: pool.submit(child, "cold start", seed) for seed in SEEDS if any(j[2] == seed for j in todo)}
+        runs_left = [pool.submit(after, cold[job[2]], job) for job in sorted(todo, key=lambda j: j[2])]
+        for future in runs_left:
+            future.result()
 
 
 def write(runs: Path, out: Path, study: str) -> None:
