@@ -46,7 +46,8 @@ def user_tokens_trained(mua_rl) -> None:
         heard = {Role.USER, Role.TOOL, Role.AGENT}
         changed = []
         for t, A in rows:
-            t = dataclasses.replace(t, roles=tuple(Role.AGENT if r in heard else r for r in t.roles))
+            roles = tuple(Role.AGENT if r in heard else r for r in t.roles)
+            t = dataclasses.replace(t, roles=roles, logprobs=(math.nan,) * len(roles))
             with torch.no_grad():
                 old = iter(grpo.logprobs(policy, grpo.make_batch([t], [0.0]), cfg.temperature)[0].tolist())
             logprobs = [next(old) if r == Role.AGENT and i else math.nan for i, r in enumerate(t.roles)]
