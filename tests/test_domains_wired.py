@@ -19,6 +19,7 @@ import config
 import evaluation
 import grpo
 import mua_rl
+import report
 import rollout
 import sft
 from chat import CHATML_TEMPLATE, Call, Chat, UserError, train_tokenizer, turn_text
@@ -344,6 +345,7 @@ def short_turns(monkeypatch, model):
         return torch.where(u < 0.3, torch.full_like(u, end, dtype=torch.long), inner(logp, u))
 
     monkeypatch.setattr(rollout, "inverse_cdf", ending)
+    monkeypatch.setattr(report, "curves", lambda run: None)  # two seconds of drawing
     for module in (mua_rl, commands):
         monkeypatch.setattr(module, "make_domain", lambda cfg: domain_of(cfg.domain))
 

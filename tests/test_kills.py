@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_run import QUICK, SMALL, rows, same_run
+from test_run import SMALL, quicken, rows, same_run
 
 import mua_rl
 import run as runs
@@ -48,7 +48,7 @@ def forked(args: list[str], log: Path, die_at_write: int | None = None, die_afte
 
         for name in WRITES.split():
             setattr(runs, name, counted(getattr(runs, name)))
-        exec(QUICK, {})
+        quicken(setattr)
         mua_rl.PROCESS_START = time.time()
         code = 1
         try:

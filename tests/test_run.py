@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gzip
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -20,8 +19,12 @@ from safetensors.torch import load_file
 import config
 import grpo
 import mua_rl
+import report
 import sft
 import weights
+from chat import train_tokenizer
+from domains import shop
+from evaluation import null_baselines
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -29,15 +32,28 @@ SMALL = (
     "--group-size 3 --max-turns 3 --max-new 12 --user-max-new 12 --slots 6 --eval-every 2 --eval-tasks 2 --test-tasks 3 "
     "--trials 2 --kl 0.1 --user scripted --overlong train"
 ).split()
-# A policy that knows nothing never earns a reward, and without rewards nothing is learned: for these runs each member of a
-# group gets an advantage of its own, so that every step moves the weights.
-QUICK = """
-import functools, grpo, mua_rl
-mua_rl.tokenizer_texts = functools.partial(mua_rl.tokenizer_texts, n=300)  # a quicker start
-mua_rl.null_baselines = functools.partial(mua_rl.null_baselines, n=50)
-grpo.advantages = lambda rewards, eps=0: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
+DRIVER = f"""
+import sys
+sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}
+import mua_rl, test_run
+test_run.quicken(setattr)
+mua_rl.command_line(sys.argv[1:])
 """
-DRIVER = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{QUICK}\nmua_rl.command_line(sys.argv[1:])\n"
+
+
+@functools.cache
+def small_tokenizer():
+    return train_tokenizer(sft.tokenizer_texts(shop.Shop(), 0, n=300))
+
+
+def quicken(put):
+    """What makes these runs quick, and each of their steps one that moves the weights. put: setattr, or a monkeypatch's."""
+    put(mua_rl, "train_tokenizer", lambda texts: small_tokenizer())
+    put(mua_rl, "null_baselines", functools.partial(null_baselines, n=50))
+    put(report, "curves", lambda run: None)  # two seconds of drawing
+    # A policy that knows nothing never earns a reward, and without rewards nothing is learned: each member of a group gets an
+    # advantage of its own.
+    put(grpo, "advantages", lambda rewards, *_: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))])
 
 
 def command(tmp_path, *args, driver=True):
@@ -48,6 +64,16 @@ def command(tmp_path, *args, driver=True):
 
 def finished(args, **kwargs):
     return subprocess.run(args, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, **kwargs)
+
+
+def here(*args, curves=False):
+    """The same command in this process: a new one takes seconds to import torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = report.curves
+        quicken(patch.setattr)
+        if curves:
+            patch.setattr(report, "curves", drawn)
+        mua_rl.main([str(a) for a in args])
 
 
 def rows(run, phase=None):
@@ -62,10 +88,9 @@ def timeless(row):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    tmp = tmp_path_factory.mktemp("unbroken")
-    done = finished(command(tmp, "train", "--run", tmp / "run", *SMALL))
-    assert done.returncode == 0, done.stderr
-    return tmp / "run"
+    run = tmp_path_factory.mktemp("unbroken") / "run"
+    here("train", "--run", run, *SMALL, curves=True)
+    return run
 
 
 def same_run(a: Path, b: Path):
@@ -142,8 +167,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, unbroken, phase, after)
     wait_for(process, run, phase, after)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = finished(command(tmp_path, "train", "--resume", run))
-    assert done.returncode == 0, done.stderr
+    here("train", "--resume", run)
     same_run(unbroken, run)
 
 
@@ -154,18 +178,13 @@ def test_ctrl_c_finishes_the_step_and_resumes_to_the_same_bits(tmp_path, unbroke
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert "--resume" in stderr and "Traceback" not in stderr, stderr
-    done = finished(command(tmp_path, "train", "--resume", run))
-    assert done.returncode == 0, done.stderr
+    here("train", "--resume", run)
     same_run(unbroken, run)
 
 
 def small_run(folder, monkeypatch, *flags, stop_at=None):
     """A small run in this process, which dies before a step of reinforcement learning is saved, if told so."""
-    monkeypatch.setattr(mua_rl, "tokenizer_texts", functools.partial(TEXTS, n=300))
-    monkeypatch.setattr(mua_rl, "null_baselines", lambda *_: {"do_nothing": 0.0, "careless": 0.5})
-    monkeypatch.setattr(
-        grpo, "advantages", lambda rewards, *_: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
-    )
+    quicken(monkeypatch.setattr)
     monkeypatch.setattr(mua_rl, "learn", LEARN if stop_at is None else functools.partial(die_at, stop_at))
     args = ["--run", str(folder), *SMALL, "--test-tasks", "0", "--eval-tasks", "0", "--threads", "1", *flags]
     args = ["--resume", str(folder)] if (folder / "checkpoint").exists() else args
@@ -175,7 +194,7 @@ def small_run(folder, monkeypatch, *flags, stop_at=None):
     return folder
 
 
-LEARN, TEXTS = mua_rl.learn, sft.tokenizer_texts
+LEARN = mua_rl.learn
 
 
 def die_at(stop_at, job, step, groups, tasks):
@@ -382,6 +401,7 @@ def refused(args, capsys) -> str:
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_line_and_exit_2(tmp_path, unbroken, line, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    quicken(monkeypatch.setattr)
     args = [str(unbroken) if a == "RUN" else a for a in line.split()]
     if args[0] == "train" and "--run" not in args and "--resume" not in args:
         args += ["--run", str(tmp_path / "new")]
@@ -481,14 +501,22 @@ def test_a_folder_in_a_files_place_is_one_line_and_exit_2(tmp_path, unbroken, ca
         assert Path(file).name in refused(["train", "--resume", run], capsys)
 
 
+@pytest.fixture(scope="module")
+def evaluation(tmp_path_factory, unbroken):
+    """Arguments of an evaluation, and the folder it left."""
+    out, args = tmp_path_factory.mktemp("evaluation") / "out", ["eval", unbroken, "--n", 1, "--trials", 1]
+    args += ["--user", "scripted", "--out"]
+    here(*args, out)
+    return args, out
+
+
 @pytest.mark.parametrize(
     "file, content",
     [("config.json", "{"), ("config.json", "[]"), ("conversations.jsonl", "{\n"), ("conversations.jsonl", "{}\n")],
 )
-def test_a_damaged_evaluation_is_one_line_and_exit_2(tmp_path, unbroken, file, content, capsys):
-    out, args = tmp_path / "out", ["eval", unbroken, "--n", 1, "--trials", 1, "--user", "scripted", "--out"]
-    mua_rl.command_line([str(a) for a in [*args, out]])
-    capsys.readouterr()
+def test_a_damaged_evaluation_is_one_line_and_exit_2(tmp_path, evaluation, file, content, capsys):
+    (args, whole), out = evaluation, tmp_path / "out"
+    shutil.copytree(whole, out)
     (out / file).write_text(content)
     with pytest.raises(SystemExit) as stop:
         mua_rl.command_line([str(a) for a in [*args, out]])
@@ -513,16 +541,16 @@ def test_a_resumed_run_stays_the_same_run(unbroken, flags, capsys):
 def test_a_finished_run_can_be_made_longer_and_is_measured_again(tmp_path, unbroken):
     run = tmp_path / "run"
     shutil.copytree(unbroken, run)
-    done = finished(command(tmp_path, "train", "--resume", run, "--steps", 5))
-    assert done.returncode == 0, done.stderr
+    here("train", "--resume", run, "--steps", 5)
     assert len(rows(run, "rl")) == 5
     finals = [r for r in rows(run, "eval") if r["stage"] == "final"]
     assert {r["step"] for r in finals} == {5} and len({r["name"] for r in finals}) == len(finals)
 
 
-def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken):
-    done = finished(command(tmp_path, "eval", unbroken, "--n", 4, "--trials", 2, driver=False))
-    assert done.returncode == 0 and "pass^2" in done.stdout and "do_nothing" in done.stdout, done.stderr
+def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken, capsys, monkeypatch):
+    mua_rl.command_line(["eval", str(unbroken), "--n", "4", "--trials", "2"])
+    out = capsys.readouterr().out
+    assert "pass^2" in out and "do_nothing" in out
     talk = subprocess.run(
         command(tmp_path, "chat", unbroken, driver=False),
         input="Hello\n\n",
@@ -531,5 +559,7 @@ def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken):
         timeout=300,
     )
     assert talk.returncode == 0 and "reward" in talk.stdout, talk.stderr
-    shown = finished(command(tmp_path, "show", unbroken, driver=False), env=os.environ | {"NO_COLOR": "1"})
-    assert shown.returncode == 0 and "report.html" in shown.stdout and "\x1b" not in shown.stdout
+    monkeypatch.setenv("NO_COLOR", "1")
+    mua_rl.command_line(["show", str(unbroken)])
+    shown = capsys.readouterr().out
+    assert "report.html" in shown and "\x1b" not in shown
