@@ -21,13 +21,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.sandbox
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 
 class UserError(Exception):
@@ -459,46 +458,6 @@ class Chat:
         blocks = (f"<tool_response>\n{r}\n</tool_response>" for r in results)
         return [{"role": "user", "content": "\n".join(blocks)}]
 
-    # ------------------------------------------------------------ folders
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "Chat":
-        """From tokenizer.json, tokenizer_config.json or chat_template.jinja; end tokens also from generation_config.json
-        and config.json."""
-        folder = Path(folder)
-        try:
-            tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{folder} has no tokenizer.json; give a folder that holds a whole model") from None
-        except Exception as error:  # tokenizers raises a bare Exception for bad content
-            raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}; copy it again") from None
-        config, generation = (_read_json(folder / f"{name}_config.json") for name in ("tokenizer", "generation"))
-        model = _read_json(folder / "config.json")
-        template = config.pop("chat_template", None)
-        try:
-            if (folder / "chat_template.jinja").exists():
-                template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-            if isinstance(template, list) and template:  # several named ones
-                template = {t["name"]: t["template"] for t in template}.get("default", template[0]["template"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{folder}: its chat template cannot be read ({error!r}); copy it again") from None
-        if not template or not isinstance(template, str):
-            raise UserError(f"{folder} has no chat template; give an instruct model, or add a chat_template.jinja")
-        named = [source.get("eos_token_id") for source in (generation, model)]  # an id, a list of them, or absent
-        ends = [i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
-        return cls(tokenizer, template, ends, config, generation)
-
-    def save(self, folder: str | Path) -> None:
-        """Writes what `load`, transformers' AutoTokenizer and vLLM read; all that was in the original stays in it."""
-        folder = Path(folder)
-        self.tokenizer.save(str(folder / "tokenizer.json"))
-        made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        made |= {"eos_token": self.end, "pad_token": self.end}
-        config = made | self.config | {"chat_template": self.template}
-        generation = self.generation | {"eos_token_id": sorted(self.end_ids)}
-        for name, value in (("tokenizer_config.json", config), ("generation_config.json", generation)):
-            (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
     # ------------------------------------------------------------ text and ids
 
     def encode(self, text: str) -> list[int]:
@@ -755,55 +714,3 @@ def parse_json(text: str | bytes, **how) -> object:
         return json.loads(text, **how)
     except RecursionError as error:
         raise ValueError(_short(error)) from None
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        value = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}; copy it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; copy it again")
-    return value
-
-
-# ---------------------------------------------------------------- a tokenizer for models trained from scratch
-
-CONTROLS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# What text is cut into before anything is counted. A small model must *copy* names, numbers and items between speech and
-# JSON, so a detail has to be the same tokens wherever it stands: a word takes the space behind it, never the one before;
-# a full stop stays apart; an order number is a letter and a number, two alphabets that can't be mixed up. JSON's scaffolding
-# (a call's head, the glue between fields) is one piece each, since there is nothing in it to decide.
-PIECES = (
-    r'\n?\{"name": "[a-z_]+", "arguments": \{(?:"[a-z_]+": ")?'
-    r'|[\[\]{}",: ]*"[a-z_]+": [\[{"]*|[\]}"]+(?:, ")?\n?'
-    r"|(?:system|user|assistant)\n|[A-Z][a-z]+(?: [a-z]+)?: |#[A-Z](?=\d)|\$?\d+|#+[A-Z]+#+"
-    r"| ?[A-Za-z_']+ ?|[.,:?!] ?|\s|."
-)
-
-
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on `texts`, in which every piece (see PIECES) seen twice is one token.
-
-    BPE reaches a long piece through many intermediate tokens that no text ever ends up with. They are dropped after
-    training, and `ignore_merges` looks whole pieces up: a piece that was never seen falls back to bytes, so any text can
-    be written and read back.
-    """
-    texts = list(texts)
-    pre = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    grown = Tokenizer(models.BPE())
-    grown.pre_tokenizer = pre
-    trainer = trainers.BpeTrainer(vocab_size=16384, min_frequency=2, show_progress=False, initial_alphabet=alphabet)
-    grown.train_from_iterator(texts, trainer)
-    used = {token for line in grown.encode_batch(texts) for token in line.tokens}
-    words = [*CONTROLS, *sorted(alphabet), *sorted(used - set(alphabet))]
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in CONTROLS])
-    return tokenizer

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-import model as models
 import report
 from chat import Chat, UserError, parse_json
+from model_files import save_adapter, save_chat, save_model
 
 
 class Clock:
@@ -122,10 +122,10 @@ def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: Stat
     remove(new)
     new.mkdir()
     if policy.lora:
-        models.save_adapter(policy, new, "the run's cold_start folder, or its --model")
+        save_adapter(policy, new, "the run's cold_start folder, or its --model")
     else:
-        models.save(policy, new)
-    chat.save(new)
+        save_model(policy, new)
+    save_chat(chat, new)
     try:
         save_file(optimizer_tensors(optimizers), new / "optimizer.safetensors")
     except SafetensorError as error:
