@@ -5,17 +5,19 @@ decoder does not have (sliding windows, mixtures of experts, RoPE kinds beyond d
 `UserError`, never run wrongly.
 """
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 
 from chat import Chat, UserError, parse_json
 from model import Decoder, ModelConfig, add_lora, linears
@@ -31,7 +33,7 @@ def load_model(folder, dtype=torch.float32, device="cpu") -> Decoder:
     """
     folder = Path(folder)
     cfg = read_shape(folder)
-    tensors = (pair for name in _weight_files(folder) for pair in _tensors_in(folder / name))
+    tensors = (pair for name in _weight_files(folder) for pair in read_tensors(folder / name))
     return from_tensors(cfg, ((name, t.to(device, dtype)) for name, t in tensors), str(folder))
 
 
@@ -67,11 +69,9 @@ def fetch(name: str) -> Path:
 # ---------------------------------------------------------------------------------------------------- config.json
 def read_shape(folder: Path) -> ModelConfig:
     """The shape in a folder's config.json."""
-    try:
-        return config_from_hf(_read_json(folder / "config.json"))
-    except UserError as error:
-        place = str(folder / "config.json")
-        raise error if place in str(error) else UserError(f"{place}: {error}") from None
+    hf = read_json(folder / "config.json")
+    with _named(folder / "config.json"):
+        return config_from_hf(hf)
 
 
 # What `transformers` assumes for a key that config.json leaves out differs by architecture. None: derived from other keys.
@@ -132,27 +132,19 @@ def config_from_hf(hf: dict) -> ModelConfig:
 
 def config_to_hf(cfg: ModelConfig) -> dict:
     """The dict for config.json. RoPE is spelled twice, so that transformers 4 and 5 both read it."""
-    out = {key: getattr(cfg, key) for key in SIZES}
-    out |= {
-        "architectures": [FAMILIES[cfg.model_type]["class"]],
-        "model_type": cfg.model_type,
-        "num_key_value_heads": cfg.num_key_value_heads,
-        "head_dim": cfg.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": cfg.rms_norm_eps,
-        "rope_theta": cfg.rope_theta,
-        "rope_scaling": cfg.rope_scaling,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": cfg.rope_theta,
-            **(cfg.rope_scaling or {}),
-        },
-        "tie_word_embeddings": cfg.tie_word_embeddings,
-        "max_position_embeddings": cfg.max_position_embeddings,
-    }
-    if cfg.model_type != "qwen2":  # Qwen2's biases are not an option there
-        out["attention_bias"] = cfg.attention_bias
-    return out
+    hf = asdict(cfg) | {"architectures": [FAMILIES[cfg.model_type]["class"]], "hidden_act": "silu"}
+    hf["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_theta} | (cfg.rope_scaling or {})
+    ours = ("qk_norm", "attention_bias") if cfg.model_type == "qwen2" else ("qk_norm",)  # Qwen2 has its biases always
+    return {key: value for key, value in hf.items() if key not in ours}
+
+
+@contextlib.contextmanager
+def _named(place):
+    """Puts before a UserError where the wrong value stands."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 def _positive(hf: dict, key: str) -> int:
@@ -190,10 +182,8 @@ def _check_rope(scaling: dict) -> None:
         raise UserError(f"RoPE kind {kind!r} is not supported; use a checkpoint with one of {', '.join(ROPE_KEYS)}")
     optional = [key for key in ROPE_OPTIONAL if kind == "yarn" and scaling.get(key)]  # 0 and null: not given
     for key in (*ROPE_KEYS[kind], *optional):
-        try:
+        with _named(f"RoPE kind {kind!r}"):
             _number(scaling, key)
-        except UserError as error:
-            raise UserError(f"RoPE kind {kind!r} needs a number for {key}: {error}") from None
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise UserError("RoPE kind 'llama3' needs low_freq_factor below high_freq_factor; correct config.json")
 
@@ -214,40 +204,36 @@ def _rope_from_hf(hf: dict) -> tuple[float, dict | None]:
     return float(theta), (None if rope["rope_type"] == "default" else rope)
 
 
-# ---------------------------------------------------------------------------------------------------- tensors
+# ---------------------------------------------------------------------------------------------------- tensors and JSON
 def from_tensors(cfg: ModelConfig, tensors: Iterable[tuple[str, Tensor]], where: str) -> Decoder:
     """A Decoder that holds exactly these named tensors. Raises UserError for a missing, surplus or misshapen one."""
     with torch.device("meta"):  # no time and memory for weights that are about to be replaced
         model = Decoder(cfg)
-    wanted = {name: p.shape for name, p in model.named_parameters()}
-    missing, surplus = set(wanted), []
-    for name, tensor in tensors:
-        if name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight"):
-            continue  # old Llama files hold the first, some files hold the tied matrix twice
-        if name not in wanted:
-            surplus.append(name)
-        elif tensor.shape != wanted[name]:
-            raise UserError(
-                f"{where}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}; "
-                "use the config.json that belongs to these weights"
-            )
-        else:
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
-            missing.discard(name)
-    if missing:
-        raise UserError(
-            f"{where}: tensor {min(missing)} is missing; get the whole checkpoint, or correct its config.json"
-        )
-    if surplus:
-        raise UserError(
-            f"{where}: {len(surplus)} tensors have no place in a {cfg.model_type} decoder, the first is {min(surplus)}; "
-            "use the config.json that belongs to these weights"
-        )
+    surplus = ("rotary_emb.inv_freq", *["lm_head.weight"] * cfg.tie_word_embeddings)  # old Llama files; a second copy
+    found = {name: tensor for name, tensor in tensors if not name.endswith(surplus)}
+    _check_tensors(found, dict(model.named_parameters()), where, "get the whole checkpoint and its own config.json")
+    model.load_state_dict(found, assign=True)
     return model
 
 
-def _read_json(path: Path) -> dict:
+def _check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor], where, remedy: str) -> None:
+    """Raises UserError unless the names and shapes found are those that are wanted."""
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in found:
+            wrong = "is missing"
+        elif name not in wanted:
+            wrong = "has no place in this model"
+        elif found[name].shape != wanted[name].shape:
+            wrong = f"has shape {list(found[name].shape)}, not {list(wanted[name].shape)}"
+        else:
+            continue
+        raise UserError(f"{where}: tensor {name} {wrong}; {remedy}")
+
+
+def read_json(path: Path, needed: bool = True) -> dict:
+    """The object in a JSON file; {} where there is no such file and it is not needed."""
+    if not needed and not path.exists():
+        return {}
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -260,26 +246,22 @@ def _read_json(path: Path) -> dict:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
+    """Names of the safetensors files. One with a folder in it could reach outside the checkpoint: refused."""
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return _shards(index)
+        names = read_json(index).get("weight_map")
+        names = sorted({str(n) for n in names.values()}) if isinstance(names, dict) else []
+        if not names or any(Path(n).name != n for n in names):
+            raise UserError(f"{index} has no usable weight_map; restore the file")
+        return names
     if pickles := sorted(p.name for ext in ("bin", "pt", "pth", "ckpt") for p in folder.glob(f"*.{ext}")):
         raise UserError(f"{folder} holds its weights only as a pickle ({pickles[0]}); convert it to safetensors first")
     raise UserError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json; get the weights")
 
 
-def _shards(index: Path) -> list[str]:
-    """File names in an index. A name with a folder in it could reach outside the checkpoint: refused."""
-    names = _read_json(index).get("weight_map")
-    names = sorted({str(n) for n in names.values()}) if isinstance(names, dict) else []
-    if not names or any(Path(n).name != n for n in names):
-        raise UserError(f"{index} has no usable weight_map; restore the file")
-    return names
-
-
-def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The named tensors of one safetensors file, mapped into memory one by one."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -292,42 +274,51 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_tensors(folder: Path, weights: str, tensors: dict[str, Tensor], about: str, config: dict) -> None:
+    """Write named tensors and the JSON that belongs to them. Raises UserError where that can't be done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / weights, lambda beside: save_file(tensors, beside, metadata={"format": "pt"}))
-        _replace(folder / about, lambda beside: beside.write_text(json.dumps(config, indent=2) + "\n"))
+        replace_file(folder / weights, lambda beside: save_file(tensors, beside, metadata={"format": "pt"}))
+        replace_file(folder / about, lambda beside: beside.write_text(json.dumps(config, indent=2) + "\n"))
     except (OSError, SafetensorError) as e:
-        raise UserError(
-            f"can't write a checkpoint to {folder} ({e}); free some space or choose another folder"
-        ) from None
+        raise UserError(f"can't write to {folder} ({e}); free some space or choose another folder") from None
 
 
-def _replace(path: Path, write) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside the old one, sync it and put it in its place: a kill or a power cut leaves one or the other."""
     beside = path.with_name(path.name + ".part")
     write(beside)
-    with open(beside, "rb+") as f:
-        os.fsync(f.fileno())
+    sync(beside)
     os.replace(beside, path)
-    directory = os.open(path.parent, os.O_RDONLY)  # the new name itself must survive a power cut too
-    os.fsync(directory)
-    os.close(directory)
+    sync(path.parent)  # the new name itself
+
+
+def sync(path: Path) -> None:
+    """Make a file or folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 # ---------------------------------------------------------------------------------------------------- adapters
-ADAPTER = "base_model.model.{}.lora_{}.weight"  # PEFT's name of a tensor
+def _adapters(model: Decoder) -> dict[str, Tensor]:
+    """The adapters of a model under PEFT's names."""
+    return {
+        f"base_model.model.{name}.lora_{letter}.weight": p.detach()
+        for name, layer in linears(model)
+        for letter, p in (("A", layer.lora_A), ("B", layer.lora_B))
+    }
 
 
 def save_adapter(model: Decoder, folder, base: str) -> None:
     """Write the adapters as `peft` reads them. `base`: where the frozen weights are to be had."""
-    tensors = {}
-    for name, layer in linears(model):
-        tensors |= {ADAPTER.format(name, "A"): layer.lora_A.detach(), ADAPTER.format(name, "B"): layer.lora_B.detach()}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
         "r": model.lora.rank, "lora_alpha": model.lora.alpha, "lora_dropout": 0.0, "inference_mode": True,
         "target_modules": sorted({name.rpartition(".")[2] for name, _ in linears(model)}),
     }  # fmt: skip
-    write_tensors(Path(folder), "adapter_model.safetensors", tensors, "adapter_config.json", config)
+    write_tensors(Path(folder), "adapter_model.safetensors", _adapters(model), "adapter_config.json", config)
 
 
 # Fields of PEFT's LoraConfig that change nothing in how an adapter is applied, or that `load_adapter` follows; and those of
@@ -343,39 +334,22 @@ LORA_VALUES = {
 }
 
 
-def _lora_of(config: dict, where: Path) -> tuple[int, float]:
-    """(r, α) of an adapter_config.json. Raises UserError for whatever would make it more than x Wᵀ + (α/r) · x Aᵀ Bᵀ."""
-    for key, value in config.items():
-        if value not in LORA_VALUES[key] if key in LORA_VALUES else value and key not in LORA_FIELDS:
-            raise UserError(
-                f"{where}: {key} = {value!r} is not supported; merge the adapter into its weights with peft"
-            )
-    try:
-        return _positive(config, "r"), _number(config, "lora_alpha")
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-@torch.no_grad()
 def load_adapter(model: Decoder, folder) -> None:
-    """Give `model` the adapters in a folder. Raises UserError if they are cut, another model's, or of a kind we don't have."""
+    """Give `model` the adapters in a folder. Raises UserError if they are cut, another model's, or of a kind we don't have:
+    whatever would make a layer more than x Wᵀ + (α/r) · x Aᵀ Bᵀ."""
     folder = Path(folder)
-    rank, alpha = _lora_of(_read_json(folder / "adapter_config.json"), folder / "adapter_config.json")
-    tensors = dict(_tensors_in(folder / "adapter_model.safetensors"))
+    config = read_json(folder / "adapter_config.json")
+    with _named(folder / "adapter_config.json"):
+        for key, value in config.items():
+            if value not in LORA_VALUES[key] if key in LORA_VALUES else value and key not in LORA_FIELDS:
+                raise UserError(f"{key} = {value!r} is not supported; merge the adapter into its weights with peft")
+        rank, alpha = _positive(config, "r"), _number(config, "lora_alpha")
+    found = dict(read_tensors(folder / "adapter_model.safetensors"))
     add_lora(model, rank, alpha)
-    for name, layer in linears(model):
-        for letter, p in (("A", layer.lora_A), ("B", layer.lora_B)):
-            found = tensors.pop(ADAPTER.format(name, letter), None)
-            if found is None or found.shape != p.shape:
-                raise UserError(
-                    f"{folder}: no adapter {letter} of shape {list(p.shape)} for {name}; it is another model's, or not on "
-                    "every linear layer"
-                )
-            p.copy_(found)
-    if tensors:
-        raise UserError(
-            f"{folder}: an adapter for {min(tensors)}, which this model does not have; it is another model's"
-        )
+    wanted = _adapters(model)
+    _check_tensors(found, wanted, folder, "give an adapter of this model, on every linear layer")
+    for name, p in wanted.items():
+        p.copy_(found[name])
 
 
 # ---------------------------------------------------------------------------------------------------- tokenizer and chat template
@@ -389,8 +363,8 @@ def load_chat(folder) -> Chat:
         raise UserError(f"{folder} has no tokenizer.json; give a folder that holds a whole model") from None
     except Exception as error:  # tokenizers raises a bare Exception for bad content
         raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}; copy it again") from None
-    config, generation = (_read_json_if_there(folder / f"{name}_config.json") for name in ("tokenizer", "generation"))
-    model = _read_json_if_there(folder / "config.json")
+    names = ("tokenizer_config.json", "generation_config.json", "config.json")
+    config, generation, model = (read_json(folder / name, needed=False) for name in names)
     template = config.pop("chat_template", None)
     try:
         if (folder / "chat_template.jinja").exists():
@@ -416,16 +390,6 @@ def save_chat(chat: Chat, folder) -> None:
     generation = chat.generation | {"eos_token_id": sorted(chat.end_ids)}
     for name, value in (("tokenizer_config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _read_json_if_there(path: Path) -> dict:
-    try:
-        value = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}; copy it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; copy it again")
-    return value
 
 
 # ---------------------------------------------------------------------------------------------------- GGUF

@@ -9,19 +9,18 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 import report
 from chat import Chat, UserError, parse_json
-from model_files import save_adapter, save_chat, save_model
+from model_files import replace_file, save_adapter, save_chat, save_model, sync, write_tensors
 
 
 class Clock:
@@ -126,11 +125,7 @@ def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: Stat
     else:
         save_model(policy, new)
     save_chat(chat, new)
-    try:
-        save_file(optimizer_tensors(optimizers), new / "optimizer.safetensors")
-    except SafetensorError as error:
-        raise UserError(f"{new}: cannot be written ({error}); make room, then use --resume {run}") from None
-    (new / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
+    write_tensors(new, "optimizer.safetensors", optimizer_tensors(optimizers), "state.json", dataclasses.asdict(state))
     for path in [*new.iterdir(), new]:
         sync(path)
     if target.exists():
@@ -143,26 +138,12 @@ def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: Stat
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file beside the old one and put it in its place: a kill leaves one or the other."""
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text)
-    sync(part)
-    os.replace(part, path)
+    replace_file(path, lambda beside: beside.write_text(text))
 
 
 def remove(folder: Path) -> None:
-    for path in folder.iterdir() if folder.exists() else ():
-        path.unlink()
     if folder.exists():
-        folder.rmdir()
-
-
-def sync(path: Path) -> None:
-    """Make a file or folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        shutil.rmtree(folder)
 
 
 def checkpoint_of(run: Path, name: str = "checkpoint") -> Path:

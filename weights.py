@@ -6,15 +6,23 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 import plan
 from chat import Chat, UserError
 from config import DTYPES, Config, read_config
 from model import Decoder, ModelConfig, merge_lora
-from model_files import fetch, load_adapter, load_chat, load_gguf, load_model, read_shape, save_chat, save_model
+from model_files import (
+    fetch,
+    load_adapter,
+    load_chat,
+    load_gguf,
+    load_model,
+    read_shape,
+    read_tensors,
+    save_chat,
+    save_model,
+)
 from new_model import from_scratch_shape
 from run import State, checkpoint_of, load_state
 
@@ -26,10 +34,7 @@ def is_run(folder: Path) -> bool:
 def load_run(cfg: Config, folder: Path) -> tuple[Chat, Decoder, State, dict[str, Tensor]]:
     """What a resumed run goes on from, optimizer state included."""
     checkpoint = checkpoint_of(folder)
-    try:
-        tensors = load_file(checkpoint / "optimizer.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{checkpoint / 'optimizer.safetensors'} cannot be read ({error}); start a new run") from None
+    tensors = dict(read_tensors(checkpoint / "optimizer.safetensors"))
     return load_chat(checkpoint), trained_weights(cfg, folder), load_state(checkpoint), tensors
 
 

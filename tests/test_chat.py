@@ -572,7 +572,7 @@ def test_a_bad_folder_is_one_clear_line(tmp_path):
         load_chat(tmp_path)
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
+    with pytest.raises(UserError, match="can't be read as JSON"):
         load_chat(tmp_path)
 
 
