@@ -57,9 +57,8 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
         return (1 - keep) * freq / scaling["factor"] + keep * freq
     if scaling["rope_type"] == "yarn":
         D, span = cfg.head_dim, scaling["original_max_position_embeddings"]
-        pair = lambda turns: (
-            D * math.log(span / (turns * 2 * math.pi)) / (2 * math.log(cfg.rope_theta))
-        )  # turns so often
+        # The number of the pair that turns so often within the old context.
+        pair = lambda turns: D * math.log(span / (turns * 2 * math.pi)) / (2 * math.log(cfg.rope_theta))
         first, last = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
         if scaling.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
@@ -139,12 +138,8 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            cfg.num_attention_heads,
-            cfg.num_key_value_heads,
-            cfg.head_dim,
-        )
-        size, bias = cfg.hidden_size, cfg.attention_bias
+        self.heads, self.kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
+        self.head_dim, size, bias = cfg.head_dim, cfg.hidden_size, cfg.attention_bias
         self.q_proj = Linear(size, self.heads * self.head_dim, bias=bias)
         self.k_proj = Linear(size, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = Linear(size, self.kv_heads * self.head_dim, bias=bias)

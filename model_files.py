@@ -54,9 +54,7 @@ def fetch(name: str) -> Path:
     if Path(name).exists():
         return Path(name)
     if name.count("/") != 1 or name.startswith((".", "/")):
-        raise UserError(
-            f"{name}: no such folder; give a model's folder, or its name on the Hub, such as Qwen/Qwen3-0.6B"
-        )
+        raise UserError(f"{name}: no such folder; give one, or a model's name on the Hub, such as Qwen/Qwen3-0.6B")
     import huggingface_hub  # slow to import, and needed for a Hub name only
 
     try:
@@ -102,32 +100,21 @@ def config_from_hf(hf: dict) -> ModelConfig:
     _refuse_unsupported(hf)
     theta, scaling = _rope_from_hf(hf)
     size = {key: _positive(hf, key) for key in SIZES}
-    derived = {
-        "num_key_value_heads": size["num_attention_heads"],
-        "head_dim": size["hidden_size"] // size["num_attention_heads"],
-    }
+    heads = size["num_attention_heads"]
+    derived = {"num_key_value_heads": heads, "head_dim": size["hidden_size"] // heads}
     hf = {"rms_norm_eps": 1e-6} | family["absent"] | hf
     hf |= {key: value for key, value in derived.items() if hf[key] is None}
-    cfg = ModelConfig(
-        model_type=kind,
-        **size,
-        **{key: _positive(hf, key) for key in (*derived, "max_position_embeddings")},
+    size |= {key: _positive(hf, key) for key in (*derived, "max_position_embeddings")}
+    if heads % (kv_heads := size["num_key_value_heads"]):
+        raise UserError(f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}; correct it")
+    if size["head_dim"] % 2:
+        raise UserError(f"head_dim = {size['head_dim']} is odd, RoPE turns pairs; use an even one")
+    return ModelConfig(
+        kind, **size, rope_theta=theta, rope_scaling=scaling, qk_norm=family["qk_norm"],
         rms_norm_eps=float(_number(hf, "rms_norm_eps")),
-        rope_theta=theta,
-        rope_scaling=scaling,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         attention_bias=bool(hf.get("attention_bias", False)) or family["qkv_bias"],
-        qk_norm=family["qk_norm"],
-    )
-    if cfg.num_attention_heads % cfg.num_key_value_heads:
-        raise UserError(
-            f"num_attention_heads = {cfg.num_attention_heads} is not a multiple of num_key_value_heads = "
-            f"{cfg.num_key_value_heads}; correct config.json"
-        )
-    if cfg.head_dim % 2:
-        raise UserError(f"head_dim = {cfg.head_dim} is odd, RoPE turns pairs; use an even one")
-    _check_rope({"rope_type": "default"} | (cfg.rope_scaling or {}))
-    return cfg
+    )  # fmt: skip
 
 
 def config_to_hf(cfg: ModelConfig) -> dict:
@@ -166,26 +153,11 @@ def _refuse_unsupported(hf: dict) -> None:
     windowed = hf.get("use_sliding_window", hf["model_type"] == "llama") and hf.get("sliding_window")
     kinds = hf.get("layer_types") or []
     if windowed or not isinstance(kinds, list) or any("full" not in str(kind) for kind in kinds):
-        raise UserError(
-            f"sliding-window attention (sliding_window = {hf.get('sliding_window')!r}) is not supported; "
-            "use a checkpoint with full attention in every layer"
-        )
+        window = hf.get("sliding_window")
+        raise UserError(f"sliding-window attention ({window!r}) is not supported; use a checkpoint with full attention")
     for key, wanted in {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}.items():
         if hf.get(key, wanted) != wanted:
             raise UserError(f"{key} = {hf[key]!r} is not supported; use a checkpoint where it is {wanted!r}")
-
-
-def _check_rope(scaling: dict) -> None:
-    """Refuses what `rope_frequencies` and `rope_magnitude` can't compute with. Raises UserError."""
-    kind = scaling["rope_type"]
-    if kind not in list(ROPE_KEYS):  # a list: what stands in a file need not be hashable
-        raise UserError(f"RoPE kind {kind!r} is not supported; use a checkpoint with one of {', '.join(ROPE_KEYS)}")
-    optional = [key for key in ROPE_OPTIONAL if kind == "yarn" and scaling.get(key)]  # 0 and null: not given
-    for key in (*ROPE_KEYS[kind], *optional):
-        with _named(f"RoPE kind {kind!r}"):
-            _number(scaling, key)
-    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise UserError("RoPE kind 'llama3' needs low_freq_factor below high_freq_factor; correct config.json")
 
 
 def _rope_from_hf(hf: dict) -> tuple[float, dict | None]:
@@ -197,11 +169,19 @@ def _rope_from_hf(hf: dict) -> tuple[float, dict | None]:
     theta = _number({"rope_theta": rope.pop("rope_theta", hf.get("rope_theta", 10000.0))}, "rope_theta")
     if (part := rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(f"partial_rotary_factor = {part!r} is not supported; use a checkpoint where it is 1")
-    kind = rope.pop("type", None)  # the spelling of old checkpoints
-    rope.setdefault("rope_type", kind or "default")
+    old = rope.pop("type", None)  # the spelling of old checkpoints
+    rope.setdefault("rope_type", old or "default")
     if rope["rope_type"] == "yarn" and hf.get("max_position_embeddings"):
         rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-    return float(theta), (None if rope["rope_type"] == "default" else rope)
+    if (kind := rope["rope_type"]) not in list(ROPE_KEYS):  # a list: what stands in a file need not be hashable
+        raise UserError(f"RoPE kind {kind!r} is not supported; use a checkpoint with one of {', '.join(ROPE_KEYS)}")
+    optional = [key for key in ROPE_OPTIONAL if kind == "yarn" and rope.get(key)]  # 0 and null: not given
+    for key in (*ROPE_KEYS[kind], *optional):
+        with _named(f"RoPE kind {kind!r}"):
+            _number(rope, key)
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise UserError("RoPE kind 'llama3' needs low_freq_factor below high_freq_factor; correct config.json")
+    return float(theta), (None if kind == "default" else rope)
 
 
 # ---------------------------------------------------------------------------------------------------- tensors and JSON
@@ -419,14 +399,10 @@ def _pre_tokenizer(path: Path):
     import gguf
 
     fields = gguf.GGUFReader(path).fields
-    kind, name = (
-        fields[key].contents() if (key := f"tokenizer.ggml.{k}") in fields else None for k in ("model", "pre")
-    )
+    kind, name = (fields[k].contents() if k in fields else None for k in ("tokenizer.ggml.model", "tokenizer.ggml.pre"))
     if kind == "gpt2" and name not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        print(
-            f"warning: {path}: pre-tokenizer {name!r} is none of {known}: text may become wrong tokens", file=sys.stderr
-        )
+        known = f"pre-tokenizer {name!r} is none of {', '.join(PRE_TOKENIZERS)}"
+        print(f"warning: {path}: {known}: text may become wrong tokens", file=sys.stderr)
     return PRE_TOKENIZERS.get(name) if kind == "gpt2" else None
 
 

@@ -32,12 +32,8 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     be written and read back.
     """
     texts = list(texts)
-    pre = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces, to_bytes = Regex(PIECES), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pre = pre_tokenizers.Sequence([pre_tokenizers.Split(pieces, "isolated"), to_bytes])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     grown = Tokenizer(models.BPE())
     grown.pre_tokenizer = pre
@@ -56,8 +52,8 @@ def from_scratch_shape(cfg: Config, vocabulary: int) -> ModelConfig:
     return ModelConfig(
         model_type="qwen3", vocab_size=vocabulary, hidden_size=cfg.width, intermediate_size=cfg.mlp,
         num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.kv_heads,
-        head_dim=cfg.width // cfg.heads, rms_norm_eps=1e-6, rope_theta=1e6, rope_scaling=None, tie_word_embeddings=True,
-        attention_bias=False, qk_norm=True, max_position_embeddings=max(1024, cfg.max_len, cfg.user_max_len),
+        head_dim=cfg.width // cfg.heads, rope_theta=1e6, tie_word_embeddings=True, qk_norm=True,
+        max_position_embeddings=max(1024, cfg.max_len, cfg.user_max_len),
     )  # fmt: skip
 
 
@@ -110,9 +106,7 @@ def wire_induction(model: Decoder, seed: int) -> None:
     # The other heads of this layer keep out of A and P, which only the wired one may write.
     first.o_proj.weight.copy_(first.o_proj.weight - basis @ (basis.T @ first.o_proj.weight))
     first.o_proj.weight[:, : group * D] = 0
-    for j in range(
-        r
-    ):  # query heads that share v each write some of P: as twins they would get equal gradients for ever
+    for j in range(r):  # query heads that share v each write some of P: twins would get equal gradients for ever
         first.o_proj.weight[:, (j % group) * D + j] = 0.5 * P[:, j]
 
     # Layer 1, half of the query heads: find the token that came after the one at hand.
@@ -120,10 +114,8 @@ def wire_induction(model: Decoder, seed: int) -> None:
     slow = torch.cat([torch.arange(half - pairs, half), torch.arange(D - pairs, D)])  # both members of each pair
     wired = max(1, cfg.num_attention_heads // 2)
     for h in range(wired):
-        kv = h // group
-        read = (
-            torch.arange(len(slow)) + kv * len(slow)
-        ) % r  # each kv head has its own directions, as long as they last
+        kv = h // group  # each of these has its own directions, as long as they last
+        read = (torch.arange(len(slow)) + kv * len(slow)) % r
         second.k_proj.weight[kv * D : (kv + 1) * D] = 0
         second.k_proj.weight[kv * D + slow] = P[:, read].T
         noise = torch.randn(D, size, generator=generator).to(model.head) * 0.02 / size**0.5  # again: no twins

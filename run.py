@@ -83,33 +83,39 @@ def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tens
                     out |= {f"{i}.{p}.{k}.{part}": getattr(v, part) for part in v.__tensor_flatten__()[0]}
                 elif v is not None:
                     out[f"{i}.{p}.{k}"] = torch.as_tensor(v).contiguous()
-        for p, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for p, parameter in enumerate(_parameters(optimizer)):
             if hasattr(parameter, "follower"):  # an fp32 master: the checkpoint's own weights are rounded
                 out[f"{i}.{p}.master"] = parameter.detach()
     return out
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor], run: Path) -> None:
     """The reverse of `optimizer_tensors`. Raises UserError if the tensors are another model's."""
-    for i, optimizer in enumerate(optimizers):
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            if not re.fullmatch(r"\d+\.\d+\..+", key):
-                raise UserError(f"{run}: the optimizer state holds {key!r}, which is no part of one; start a new run")
-            which, p, name = key.split(".", 2)
-            if int(which) == i:
-                state.setdefault(int(p), {})[name] = value
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
+    for key, value in tensors.items():
+        if not (found := re.fullmatch(r"(\d+)\.(\d+)\.(.+)", key)):
+            raise UserError(f"{run}: the optimizer state holds {key!r}, which is no part of one; start a new run")
+        if (i := int(found[1])) < len(states):
+            states[i].setdefault(int(found[2]), {})[found[3]] = value
+    misfit = UserError(f"{run}: the optimizer state does not fit the model; start a new run")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        parameters = _parameters(optimizer)
         for p, values in state.items():
-            for k, like in optimizer.state[parameters[p]].items() if p < len(parameters) else ():
+            if p >= len(parameters):
+                raise misfit
+            for k, like in optimizer.state[parameters[p]].items():
                 if hasattr(like, "__tensor_flatten__"):
                     parts, how = like.__tensor_flatten__()
                     found = {part: values.pop(f"{k}.{part}", None) for part in parts}
                     if any(v is None or v.shape != getattr(like, part).shape for part, v in found.items()):
-                        raise UserError(f"{run}: the optimizer state does not fit the model; start a new run")
+                        raise misfit
                     values[k] = like.__tensor_unflatten__(found, how)
-            if p >= len(parameters) or any(v.dim() and v.shape != parameters[p].shape for v in values.values()):
-                raise UserError(f"{run}: the optimizer state does not fit the model; start a new run")
+            if any(v.dim() and v.shape != parameters[p].shape for v in values.values()):
+                raise misfit
             if "master" in values:
                 parameters[p].data.copy_(values.pop("master"))
         optimizer.load_state_dict(optimizer.state_dict() | {"state": {p: v for p, v in state.items() if v}})
@@ -152,7 +158,7 @@ def checkpoint_of(run: Path, name: str = "checkpoint") -> Path:
         if (folder / "state.json").exists():
             return folder
     raise UserError(
-        f"{run} holds no whole {name}: give the folder of a run that has made its first one, such as runs/tiny-seed0"
+        f"{run} holds no whole {name}: give a run's folder that has made its first, such as runs/tiny-seed0"
     )
 
 
@@ -292,7 +298,6 @@ class Progress:
             self.bar.update(self.task, completed=done, note=note)
         elif now - self.printed > 20 or done == total:
             self.printed = now
-            left = (now - self.began) / max(1, done - self.first) * (total - done) / 60
-            self.say(
-                f"{phase} {done}/{total} {note}" + (f", about {left:.1f} minutes left" if done > self.first else "")
-            )
+            minutes = (now - self.began) / max(1, done - self.first) * (total - done) / 60
+            left = f", about {minutes:.1f} minutes left" if done > self.first else ""
+            self.say(f"{phase} {done}/{total} {note}{left}")

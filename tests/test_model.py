@@ -303,7 +303,7 @@ def test_absent_and_null_keys_mean_what_they_mean_to_transformers(kind, heads):
 BAD_CONFIG = {
     "architecture 'mamba'": {"model_type": "mamba"},
     "architecture None": {"model_type": None},
-    "sliding-window": {"use_sliding_window": True, "sliding_window": 128},
+    "sliding-window attention .128": {"use_sliding_window": True, "sliding_window": 128},
     "sliding-window attention": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "RoPE kind 'longrope'": {"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e6}},
     "'yarn': factor = None": {"rope_parameters": {"rope_type": "yarn", "factor": None}},
