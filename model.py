@@ -390,7 +390,7 @@ class KVCache:
         shape = (cfg.num_hidden_layers, slots, cfg.num_key_value_heads, max_len + 1, cfg.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: a masked NaN would still be a NaN
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.slots, self.max_len, self.dtype = slots, max_len, dtype
+        self.max_len = max_len
 
     def copy(self, source: int, targets: Tensor, length: int) -> None:
         """Give the slots `targets` the first `length` positions of slot `source` (a shared prompt, prefilled once)."""

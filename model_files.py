@@ -406,7 +406,7 @@ def _pre_tokenizer(path: Path):
     return PRE_TOKENIZERS.get(name) if kind == "gpt2" else None
 
 
-def load_gguf(path, dtype=torch.float32):
+def load_gguf(path):
     """A Llama-family GGUF file → (Decoder, tokenizers.Tokenizer, chat template, special tokens).
 
     `transformers` reads it and turns blocks of 4 bits into numbers, which takes half a minute for 135 M parameters.
@@ -421,7 +421,7 @@ def load_gguf(path, dtype=torch.float32):
     try:
         there, name = path.parent, path.name
         cut = _pre_tokenizer(path)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(there, gguf_file=name, dtype=dtype)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(there, gguf_file=name, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(there, gguf_file=name)
     except ImportError as error:
         raise UserError(f"{path}: {error}; run `make smol`") from None

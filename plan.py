@@ -27,7 +27,7 @@ MOMENTS = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes a parameter; 8 b
 CARDS = {"24 GB": 24e9, "48 GB": 48e9, "80 GB": 80e9, "141 GB": 141e9}
 
 
-def shape(name: str, positions: int = 40960) -> ModelConfig:
+def shape(name: str) -> ModelConfig:
     """A known model's shape, without its files. Raises UserError for an unknown one."""
     if name not in SHAPES:
         raise UserError(f"--model {name}: its shape is not known without its files; known are {', '.join(SHAPES)}")
@@ -35,7 +35,7 @@ def shape(name: str, positions: int = 40960) -> ModelConfig:
     return ModelConfig(
         model_type=kind, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rope_theta=1e6, qk_norm=kind == "qwen3",
-        tie_word_embeddings=tied, max_position_embeddings=positions,
+        tie_word_embeddings=tied, max_position_embeddings=40960,
     )  # fmt: skip
 
 

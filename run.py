@@ -26,8 +26,8 @@ from model_files import replace_file, save_adapter, save_chat, save_model, sync,
 class Clock:
     """Seconds by phase: `with clock("training"): …`. Time inside an inner phase is not counted twice."""
 
-    def __init__(self, seconds: dict[str, float] | None = None):
-        self.seconds = Counter(seconds or {})
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
         self.stack: list[str] = []
         self.since = time.monotonic()
 
@@ -199,7 +199,7 @@ class Run:
     """A run's folder: appends metrics and episodes, and cuts off what a resumed run will write again."""
 
     def __init__(self, folder: Path, cfg):
-        self.folder, self.cfg = folder, cfg
+        self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
@@ -218,9 +218,8 @@ class Run:
         def kept(row: dict) -> bool:
             if row["phase"] == "eval":
                 return row.get("name") in state.results
-            return (row["phase"] == "sft" and state.phase == "rl") or (
-                row["phase"] == state.phase and row["step"] < state.step
-            )
+            earlier = row["phase"] == "sft" and state.phase == "rl"
+            return earlier or (row["phase"] == state.phase and row["step"] < state.step)
 
         metrics, episodes = self.folder / "metrics.jsonl", self.folder / "episodes.jsonl.gz"
         if metrics.exists():
