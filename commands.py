@@ -38,6 +38,7 @@ from evaluation import (
     split_size,
 )
 from grpo import advantages
+from model_files import load_chat, save_adapter, save_chat, save_model
 from rollout import Limits, Trajectory, converse, rollout
 from run import Progress, checkpoint_of, episode, load_state, sync, write_whole
 from user_sim import STOP, Heard, parse_pool
@@ -114,7 +115,7 @@ def opened(name: str, o: Place, pool: dict[str, float]) -> tuple[Config, Any, Ch
     check_user(dataclasses.replace(here, user=",".join(pool)) if pool else here)
     domain = make_domain(here)
     if run:
-        chat, policy = Chat.load(checkpoint_of(folder)), trained_weights(cfg, folder)
+        chat, policy = load_chat(checkpoint_of(folder)), trained_weights(cfg, folder)
     else:
         chat, policy = load_pretrained(name, cfg)
     voices = other_users(pool, cfg, chat, policy)
@@ -389,12 +390,12 @@ def save_command(args: list[str]) -> None:
         if base.is_file() or (not cfg.sft_steps and is_run(base)):
             raise UserError(f"{name}: its base {base} is no folder that peft can open; add --merge")
         base = str(base.resolve()) if base.exists() else str(base)  # or a Hub name
-        models.save_adapter(policy, folder, base)
-        Chat.load(checkpoint_of(Path(name))).save(folder)
+        save_adapter(policy, folder, base)
+        save_chat(load_chat(checkpoint_of(Path(name))), folder)
     else:
         chat, policy = load_pretrained(name, cfg)
-        models.save(policy, folder)
-        chat.save(folder)
+        save_model(policy, folder)
+        save_chat(chat, folder)
     print(f"saved to {folder}")
 
 

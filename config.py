@@ -43,7 +43,7 @@ class Config:
     heads: int = 4
     kv_heads: int = 2
     mlp: int = 256
-    induction: bool = True  # write an induction head into the initial weights (see model.wire_induction)
+    induction: bool = True  # write an induction head into the initial weights (see new_model.wire_induction)
     prompts: bool = False  # policy and tool schemas in the agent's prompt (weights trained from scratch know them)
 
     sft_steps: int = 640  # cold start: optimizer steps on fresh demonstrations

@@ -29,7 +29,7 @@ import model as models
 import plan
 import report
 from api_user import Api
-from chat import CHATML_TEMPLATE, Chat, Role, UserError, train_tokenizer
+from chat import CHATML_TEMPLATE, Chat, Role, UserError
 from config import DTYPES, Config, check_config, check_resume, default_config, parse
 from evaluation import (
     Stage,
@@ -46,12 +46,13 @@ from evaluation import (
     user_faults,
 )
 from grpo import Guard, adamw, advantages, ramp, set_lr, trained_rows, update
+from new_model import from_scratch_shape, train_tokenizer, wire_induction
 from rollout import Trajectory, sampling_seconds
 from run import Clock, Progress, Run, State, begun, restore_optimizers, save_checkpoint, write_whole
 from sft import sft_optimizers, sft_rows, sft_step, tokenizer_texts
 from tools import Task
 from user_sim import parse_pool
-from weights import from_scratch_shape, load_pretrained, load_run, other_users, shape_of, start_of_rl
+from weights import load_pretrained, load_run, other_users, shape_of, start_of_rl
 
 PROCESS_START = time.time() - time.process_time()  # imports included, more or less
 
@@ -222,7 +223,7 @@ def start_model(cfg: Config, domain: Any) -> tuple[Chat, models.Decoder]:
     torch.manual_seed(cfg.seed)
     policy = models.Decoder(shape)
     if cfg.induction:
-        models.wire_induction(policy, cfg.seed)
+        wire_induction(policy, cfg.seed)
     return chat, policy.to(cfg.device, DTYPES[cfg.dtype])
 
 

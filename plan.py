@@ -1,4 +1,4 @@
-"""What a run needs in memory, before it starts: weights, optimizer, KV caches, activations. Arithmetic only, no model.
+"""What a run needs in memory, before it starts: weights, optimizer, KV caches, activations. Arithmetic on shapes only.
 
 `python mua_rl.py plan --preset NAME` prints it. What the framework itself takes (CUDA's context, fragmentation, the matrix products' workspaces) is in none of them: leave a tenth of the card free.
 """
@@ -13,7 +13,7 @@ import torch
 from chat import UserError
 from config import AT_ONCE
 from kernels.logprob import SLICE
-from model import ModelConfig
+from model import Decoder, ModelConfig, linears
 from user_sim import parse_pool
 
 GIB = 2**30
@@ -28,7 +28,7 @@ MOMENTS = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes a parameter; 8 b
 CARDS = {"24 GB": 24e9, "48 GB": 48e9, "80 GB": 80e9, "141 GB": 141e9}
 
 
-def shape(name: str, positions: int = 40960) -> ModelConfig:
+def shape(name: str) -> ModelConfig:
     """A known model's shape, without its files. Raises UserError for an unknown one."""
     if name not in SHAPES:
         raise UserError(f"--model {name}: its shape is not known without its files; known are {', '.join(SHAPES)}")
@@ -36,7 +36,7 @@ def shape(name: str, positions: int = 40960) -> ModelConfig:
     return ModelConfig(
         model_type=kind, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rope_theta=1e6, qk_norm=kind == "qwen3",
-        tie_word_embeddings=tied, max_position_embeddings=positions,
+        tie_word_embeddings=tied, max_position_embeddings=40960,
     )  # fmt: skip
 
 
@@ -58,22 +58,16 @@ class Need:
 
 
 def parameters(m: ModelConfig) -> tuple[int, int]:
-    """(all weights, those in the blocks' linear layers)."""
-    q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
-    linear = m.num_hidden_layers * (m.hidden_size * (2 * q + 2 * kv) + 3 * m.hidden_size * m.intermediate_size)
-    biases = m.num_hidden_layers * (q + 2 * kv) * m.attention_bias
-    norms = (2 * m.num_hidden_layers + 1) * m.hidden_size + 2 * m.head_dim * m.qk_norm * m.num_hidden_layers
-    return linear + biases + norms + m.vocab_size * m.hidden_size * (2 - m.tie_word_embeddings), linear
+    """(all weights, those in the blocks' linear layers), counted on a model that takes no memory."""
+    with torch.device("meta"):
+        model = Decoder(m)
+    return sum(p.numel() for p in model.parameters()), sum(layer.weight.numel() for _, layer in linears(model))
 
 
 def adapters(m: ModelConfig, rank: int) -> int:
     """Parameters of LoRA on every linear layer: r · (in + out) each."""
-    q, kv, H, F = (
-        m.num_attention_heads * m.head_dim,
-        m.num_key_value_heads * m.head_dim,
-        m.hidden_size,
-        m.intermediate_size,
-    )
+    q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    H, F = m.hidden_size, m.intermediate_size
     return rank * m.num_hidden_layers * (2 * (H + q) + 2 * (H + kv) + 3 * (H + F))
 
 
@@ -96,9 +90,7 @@ def log_probs(m: ModelConfig, T: int, width: int, device: str, head_trained: boo
     C = min(V, max(least, numbers // max(T, H)))
     partials = 16 * T * math.ceil(V / C)
     logits = T * C * (2 * width if device == "cuda" else 12)
-    product = (
-        T * C * width + C * H * width + T * H * 2 * (width == 2)
-    )  # gradient, slice of weights, what d_hidden gains
+    product = T * C * width + C * H * width + T * H * 2 * (width == 2)  # gradient, slice of weights, d_hidden's gain
     backward = T * H * 4 + V * H * width * head_trained + max(logits, product)
     return max(backward, partials + T * C * (0 if device == "cuda" else 12 + 2 * (width == 2)))
 
@@ -196,19 +188,16 @@ def check(cfg, m: ModelConfig, parts: tuple[str, ...] = NEW) -> None:
 
 def table(cfg, m: ModelConfig) -> str:
     """The plan, for people."""
-    n, lines = need(cfg, m), []
+    n, model, millions = need(cfg, m), cfg.model or "from scratch", parameters(m)[0] / 1e6
     total = n.total()
-    lines.append(
-        f"{cfg.preset}: {cfg.model or 'from scratch'}, {parameters(m)[0] / 1e6:,.0f} M parameters, {cfg.dtype}"
-    )
-    lines.append(f"  trained: {f'adapters of rank {cfg.lora_rank}' if cfg.lora_rank else 'all weights'}")
-    lines += [f"  {name:12} {value / GIB:9.2f} GiB" for name, value in vars(n).items()]
-    lines.append(f"  {'total':12} {total / GIB:9.2f} GiB")
+    lines = [
+        f"{cfg.preset}: {model}, {millions:,.0f} M parameters, {cfg.dtype}",
+        f"  trained: {f'adapters of rank {cfg.lora_rank}' if cfg.lora_rank else 'all weights'}",
+        *(f"  {name:12} {value / GIB:9.2f} GiB" for name, value in (vars(n) | {"total": total}).items()),
+    ]
     fits = [name for name, size in CARDS.items() if total < 0.9 * size]
     lines.append(f"  fits a card of {fits[0]} (a tenth left free)" if fits else "  fits none of " + ", ".join(CARDS))
     if not fits or n.caches > total / 2:
-        per_slot = n.caches / cfg.slots / GIB
-        lines.append(
-            f"  one slot more or less: {per_slot:.2f} GiB (--slots), half the context: half of that (--max-len)"
-        )
+        slot = n.caches / cfg.slots / GIB
+        lines.append(f"  one slot more or less: {slot:.2f} GiB (--slots), half the context: half of that (--max-len)")
     return "\n".join(lines)

@@ -117,7 +117,7 @@ def shape(name: str, quick: bool):
 
     import plan
     from config import Config
-    from weights import from_scratch_shape
+    from new_model import from_scratch_shape
 
     cfg = from_scratch_shape(Config(), 630) if name == "tiny" else plan.shape("smollm2")
     return dataclasses.replace(cfg, max_position_embeddings=8192, **(TOY if quick else {}))
@@ -137,9 +137,9 @@ def twin(name: str, dtype: str, quick: bool, folder: str):
     import transformers
 
     from config import DTYPES
-    from model import save
+    from model_files import save_model
 
-    save(decoder(name, dtype, quick), folder)
+    save_model(decoder(name, dtype, quick), folder)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
 
 

@@ -22,9 +22,11 @@ import mua_rl
 import report
 import rollout
 import sft
-from chat import CHATML_TEMPLATE, Call, Chat, UserError, train_tokenizer, turn_text
+from chat import CHATML_TEMPLATE, Call, Chat, UserError, turn_text
 from evaluation import Stage, make_domain, null_baselines
-from model import Decoder, ModelConfig, save
+from model import Decoder, ModelConfig
+from model_files import load_chat, save_chat, save_model
+from new_model import train_tokenizer
 from user_sim import MAX_HOPS, STOP
 
 TAU2 = Path(__file__).parents[2] / "shared/tau2"
@@ -331,15 +333,15 @@ def model(tmp_path_factory):
     )  # fmt: skip
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
-    save(Decoder(shape), folder)
-    chat.save(folder)
+    save_model(Decoder(shape), folder)
+    save_chat(chat, folder)
     return folder
 
 
 @pytest.fixture
 def short_turns(monkeypatch, model):
     """A random model hardly ever ends a turn: here a third of the uniform numbers do. The data is read once for all."""
-    end, inner = Chat.load(model).end_id, rollout.inverse_cdf
+    end, inner = load_chat(model).end_id, rollout.inverse_cdf
 
     def ending(logp, u):
         return torch.where(u < 0.3, torch.full_like(u, end, dtype=torch.long), inner(logp, u))

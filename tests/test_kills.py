@@ -19,7 +19,7 @@ import mua_rl
 import run as runs
 
 KILLS, BETWEEN = 50, 2  # every run is killed twice, then left alone
-WRITES = "sync remove write_whole save_file"  # of run.py: each is a moment at which files are half there
+WRITES = "sync remove write_whole write_tensors"  # of run.py: each is a moment at which files are half there
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")]
 

@@ -22,9 +22,10 @@ import mua_rl
 import report
 import sft
 import weights
-from chat import train_tokenizer
 from domains import shop
 from evaluation import null_baselines
+from model_files import load_model
+from new_model import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -148,13 +149,12 @@ def test_every_rl_step_moved_the_weights_and_the_ratio_began_at_one(unbroken):
 
 def test_transformers_opens_the_checkpoint_with_equal_logits(unbroken):
     transformers = pytest.importorskip("transformers")
-    import model as models
 
     folder = unbroken / "checkpoint"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([tokenizer("Please cancel #A10 for Ada Adler.")["input_ids"]])
-    ours = models.load(folder)
+    ours = load_model(folder)
     with torch.no_grad():
         a, b = theirs(ids).logits, ours(ids) @ ours.head.T
     assert (a - b).abs().max() <= 1e-5 * a.abs().max()
