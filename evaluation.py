@@ -28,8 +28,8 @@ from user_sim import (
     ModelUser,
     ScriptedUser,
     choose,
+    departure,
     parse_pool,
-    user_fault,
 )
 
 
@@ -211,7 +211,7 @@ def interval(task_means: Sequence[float], seed: int = 0, draws: int = 2000) -> t
 def scores(groups: list[list[Trajectory]]) -> dict:
     """Success (mean over tasks), its interval, and pass^k over the `pass_k_tasks` tasks with at least k trials.
 
-    Conversations without a reward (the user simulator failed) are left out of all three, so how many were planned, how
+    Conversations without a reward (the user failed) are left out of all three, so how many were planned, how
     many counted (`n`), and which tasks have no result at all belong to the numbers.
     """
     everyone = [[t.reward for t in g if t.reward is not None] for g in groups]
@@ -253,14 +253,14 @@ def user_faults(domain: Any, tasks: list[Task], groups: list[list[Trajectory]]) 
 
 
 def fault_of(domain, task: Task, t: Trajectory) -> str | None:
-    """The user's first fault in a conversation, by kind, None, or UNJUDGED: what the domain's script would not have said
-    (`user_sim.user_fault`), or, where there is no script, what breaks the contract of any user (`contract_fault`).
+    """The user's first fault in a conversation, by kind, None, or UNJUDGED: a departure from the domain's script
+    (`user_sim.departure`), or, of a user whose answers are looked at, a breach of its contract (`user_sim.breach`).
     """
-    if hasattr(domain, "meaning") and "user_faults" not in t.metrics:
+    if hasattr(domain, "meaning") and "user_breaches" not in t.metrics:
         said = {who: [turn["text"] for turn in t.turns if turn["role"] == who] for who in ("agent", "user")}
-        fault = user_fault(domain, task, said["agent"], said["user"])
+        fault = departure(domain, task, said["agent"], said["user"])
     else:
-        fault = next(iter(t.metrics.get("user_faults", ())), None)
+        fault = next(iter(t.metrics.get("user_breaches", ())), None)
     return "failed" if fault in (None, UNJUDGED) and t.exit == "user_failed" else fault
 
 

@@ -135,7 +135,7 @@ def advantages(rewards: Sequence[float | None], kind: str = "grpo", eps: float =
     dr_grpo  A_j = r_j − r̄                                                  arXiv 2503.20783 §3.2
     rloo     A_j = r_j − mean of the other rewards = (r_j − r̄) · n/(n − 1)   arXiv 2402.14740
 
-    A member without a reward (None: the user simulator failed) takes no part and gets 0. A group whose rewards are all
+    A member without a reward (None: its user failed) takes no part and gets 0. A group whose rewards are all
     equal, but for rounding (1e-6), teaches nothing: all 0.
     """
     known = [r for r in rewards if r is not None]

@@ -146,7 +146,7 @@ def converse(
 
 def ending(heard, user) -> str:
     """The exit of a talk that the user's side ended. A user whose context is full was talked to for too long: that is the
-    agent's doing, and no failure of the simulator."""
+    agent's doing, and no failure of the user."""
     if heard.failed:
         return "context_full" if user.ctx is not None and user.ctx.full else "user_failed"
     return "user_ended"
