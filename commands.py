@@ -25,6 +25,8 @@ from chat import Chat, UserError, parse_json
 from config import DOMAINS, PRESETS, Config, check_device, check_user, fitted, read_config
 from domains import simulations
 from evaluation import (
+    PHASE,
+    SPEAKER,
     Stage,
     check_room,
     check_split,
@@ -364,10 +366,10 @@ def chat_command(name: str, o: ChatOptions) -> None:
             line = report.painted(f"{who}> {text}", "soft" if who in ("call", "tool") else who, sys.stdout)
             print(line, flush=True)
 
-    key, limits = (cfg.seed, 9, index), Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3, cfg.max_errors)
+    key, limits = (cfg.seed, PHASE["chat"], index), Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3, cfg.max_errors)
     samplers = make_samplers(dataclasses.replace(cfg, slots=1), chat, policy, None, o.temperature, voices)
     player = Stage(cfg, domain, chat, samplers).player(task, "lm", key) if o.watch else Human()
-    [t] = rollout([converse(task, domain, player, chat, limits, (*key, 0), 0, show)], samplers)
+    [t] = rollout([converse(task, domain, player, chat, limits, (*key, SPEAKER["agent"]), 0, show)], samplers)
     print(f"exit: {t.exit}; reward: {t.reward}")
     print("\n".join(t.diff) or "the database is as it should be, and all was told")
 

@@ -55,7 +55,9 @@ def split_size(domain: Any, split: str, n: int | None) -> int:
     return min(n or size, size)
 
 
-PHASE = {"rl": 0, "eval": 1}  # part of every stream's key, so that no two phases share random numbers
+# Parts of every stream's key, (seed, phase, step, task, member, speaker): no two phases or speakers share random numbers.
+PHASE = {"rl": 0, "eval": 1, "chat": 9}
+SPEAKER = {"agent": 0, "user": 1}
 
 
 def user_prompt(domain: Any, task: Task, trained: bool = True) -> str:
@@ -111,7 +113,7 @@ class Stage:
         limits = Limits(cfg.max_turns, cfg.max_new, cfg.max_len, max_malformed=3, max_errors=cfg.max_errors)
         domain = FaultyTools(self.domain, cfg.tool_faults, key) if cfg.tool_faults else self.domain
         self.began[index, member], player = time.time(), self.player(task, kind, key)
-        t = yield from converse(task, domain, player, self.chat, limits, (*key, 0), member)
+        t = yield from converse(task, domain, player, self.chat, limits, (*key, SPEAKER["agent"]), member)
         t.metrics["user"] = kind
         if player.ctx is not None:
             t.metrics["user_tokens"] = player.ctx.roles.count(Role.AGENT)
@@ -119,14 +121,14 @@ class Stage:
 
     def player(self, task: Task, kind: str, key: tuple[int, ...]) -> Any:
         """The user of one conversation."""
-        cfg, domain = self.cfg, self.domain
+        cfg, domain, stream = self.cfg, self.domain, (*key, SPEAKER["user"])
         if kind in ("scripted", "stranger"):
             return ScriptedUser(domain.script(task, random.Random(f"user {key}"), kind))
         stops = getattr(domain, "stops", STOPS)
         if kind.startswith("openai:"):
-            return ApiUser(self.api, user_prompt(domain, task, trained=False), domain.greeting, (*key, 1), stops)
+            return ApiUser(self.api, user_prompt(domain, task, trained=False), domain.greeting, stream, stops)
         speaker, chat = "user" if kind == "lm" else kind, self.chats.get(kind, self.chat)
-        words = chat, user_prompt(domain, task), domain.greeting, (*key, 1), cfg.user_max_new, speaker
+        words = chat, user_prompt(domain, task), domain.greeting, stream, cfg.user_max_new, speaker
         if hasattr(domain, "meaning"):  # weights that were trained for the part, and an audit by the domain's script
             return ModelUser(*words)
         return ContractedModelUser(*words, domain.user_tools or None, stops=stops)

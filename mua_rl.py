@@ -2,7 +2,7 @@
 
 The whole job, from nothing to a trained agent, in the order of this file:
 
-    Config → cold start (SFT on demonstrations) → for each step: Task → conversation ×G → Trajectory → Group → Batch → loss
+    Config → cold start (SFT on demonstrations) → for each step: Task → conversation ×G → Trajectory ×G → Batch → loss
     → evaluation, with the user it trained with and with one it never met
 
 What it leaves out: more than one process or node. The same environment can be handed to a framework for that.

@@ -324,7 +324,7 @@ def test_every_task_member_speaker_step_and_phase_has_its_own_stream():
                 first[tuple(ctx.uniform() for _ in range(2))] += 1
                 again = contexts(stage, "lm", phase, step, index, member)
                 assert ctx.stream in {c.stream for c in again}  # and the same one when it is played again
-    assert len(first) == 2 * 2 * 3 * 4 * 3 * 2 and set(first.values()) == {1}
+    assert len(first) == 2 * len(PHASE) * 3 * 4 * 3 * 2 and set(first.values()) == {1}
 
 
 @settings(max_examples=50, deadline=None)
@@ -346,7 +346,7 @@ def test_scripted_users_and_tool_faults_draw_from_streams_of_their_own():
         drawn.update(
             [ctx.uniform(), random.Random(f"user {key}").random(), random.Random(f"tool faults {key}").random()]
         )
-    assert len(drawn) == 2 * 2 * 4 * 3
+    assert len(drawn) == len(PHASE) * 2 * 4 * 3
 
 
 def test_members_of_a_group_differ_and_do_not_depend_on_the_slots():
