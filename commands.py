@@ -41,9 +41,9 @@ from evaluation import (
 )
 from grpo import advantages
 from rollout import Limits, Trajectory, converse, rollout
-from run import Progress, checkpoint_of, episode, load_state, sync, write_whole
+from run import Progress, checkpoint_of, episode, load_state, lock, sync, write_whole
 from user_sim import STOP, Heard, parse_pool
-from weights import is_run, load_pretrained, other_users, smollm2, start_of_rl, trained_weights
+from weights import check_vocabulary, is_run, load_pretrained, other_users, smollm2, start_of_rl, trained_weights
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ def opened(name: str, o: Place, pool: dict[str, float]) -> tuple[Config, Any, Ch
     check_user(dataclasses.replace(here, user=",".join(pool)) if pool else here)
     domain = make_domain(here)
     if run:
-        chat, policy = Chat.load(checkpoint_of(folder)), trained_weights(cfg, folder)
+        policy = trained_weights(cfg, folder)
+        chat = check_vocabulary(Chat.load(checkpoint_of(folder)), policy, folder)
     else:
         chat, policy = load_pretrained(name, cfg)
     voices = other_users(pool, cfg, chat, policy)
@@ -158,11 +159,11 @@ def eval_command(name: str, o: EvalOptions) -> None:
     print(plan.summary(cfg, policy.cfg), file=sys.stderr)
     n, what = split_size(domain, o.split, o.n), settings(name, o, cfg, domain)
     records = Records(Path(o.out), what | {"n": n}) if o.out else None
-    null = null_baselines(domain, cfg.seed, split=o.split)
-    for agent, rate in null.items():
-        print(f"{agent:20} {rate:6.1%}   (scripted agent, no model)", flush=True)
     api = open_api(endpoint(cfg), records.user_tokens if records else 0)
     try:
+        null = null_baselines(domain, cfg.seed, split=o.split)
+        for agent, rate in null.items():
+            print(f"{agent:20} {rate:6.1%}   (scripted agent, no model)", flush=True)
         samplers = make_samplers(cfg, chat, policy, None, o.temperature, voices)
         stage = Stage(cfg, domain, chat, samplers, api, {k: its for k, (_, its) in voices.items() if k != "user"})
         result, groups = watched(stage, o, n, records)
@@ -266,6 +267,7 @@ class Records:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(config, json.dumps(self.what, indent=1))
+        self.lock = lock(folder)
         self.rows = self.read()
 
     def read(self) -> list[dict]:

@@ -187,10 +187,6 @@ def make_samplers(
     samplers = {"agent": Sampler(policy, chat.end_ids, cfg.slots, cfg.max_len, temperature)}
     voices = ({"user": (user, chat)} if user is not None else {}) | (users or {})
     for name, (model, its) in voices.items():
-        if cfg.user_max_len > model.cfg.max_position_embeddings:
-            raise UserError(
-                f"--user-max-len {cfg.user_max_len}: {name} has {model.cfg.max_position_embeddings} positions"
-            )
         samplers[name] = Sampler(model, its.end_ids, cfg.slots, cfg.user_max_len, cfg.user_temperature)
     return samplers
 

@@ -28,7 +28,8 @@ def load_run(cfg: Config, folder: Path) -> tuple[Chat, models.Decoder, State, di
         tensors = load_file(checkpoint / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{checkpoint / 'optimizer.safetensors'} cannot be read ({error}); start a new run") from None
-    return Chat.load(checkpoint), trained_weights(cfg, folder), load_state(checkpoint), tensors
+    chat, policy = Chat.load(checkpoint), trained_weights(cfg, folder)
+    return check_vocabulary(chat, policy, folder), policy, load_state(checkpoint), tensors
 
 
 def trained_weights(cfg: Config, folder: Path) -> models.Decoder:
@@ -54,12 +55,23 @@ def load_pretrained(name: str, cfg: Config) -> tuple[Chat, models.Decoder]:
         its = dataclasses.replace(read_config(Path(name)), dtype=cfg.dtype, device=cfg.device)
         policy = trained_weights(its, Path(name))
         models.merge_lora(policy)
-        return Chat.load(checkpoint_of(Path(name))), policy
+        return check_vocabulary(Chat.load(checkpoint_of(Path(name))), policy, name), policy
     path = smollm2() if name == "smollm2" else models.fetch(name)
     if path.suffix == ".gguf":
         policy, tokenizer, template, special = models.load_gguf(path)
-        return Chat(tokenizer, template, config=special), policy.to(cfg.device, DTYPES[cfg.dtype])
-    return Chat.load(path), models.load(path, DTYPES[cfg.dtype], cfg.device)
+        chat, policy = Chat(tokenizer, template, config=special), policy.to(cfg.device, DTYPES[cfg.dtype])
+    else:
+        chat, policy = Chat.load(path), models.load(path, DTYPES[cfg.dtype], cfg.device)
+    return check_vocabulary(chat, policy, name), policy
+
+
+def check_vocabulary(chat: Chat, model: models.Decoder, name: str | Path) -> Chat:
+    """The chat. Raises UserError if its tokenizer knows tokens that the model does not."""
+    if chat.vocab_size > model.cfg.vocab_size:
+        raise UserError(
+            f"{name}: its tokenizer has {chat.vocab_size} tokens, its model {model.cfg.vocab_size}; they are not of one model"
+        )
+    return chat
 
 
 def other_users(pool: Iterable[str], cfg: Config, chat: Chat, policy) -> dict[str, tuple[models.Decoder, Chat]]:
@@ -72,6 +84,8 @@ def other_users(pool: Iterable[str], cfg: Config, chat: Chat, policy) -> dict[st
         elif kind.startswith("frozen:"):
             its, model = load_pretrained(kind.removeprefix("frozen:"), cfg)
             voices[kind] = model.requires_grad_(False), its
+            if cfg.user_max_len > (positions := model.cfg.max_position_embeddings):
+                raise UserError(f"--user-max-len {cfg.user_max_len}: {kind} has {positions} positions; give less")
     return voices
 
 
