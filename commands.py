@@ -25,6 +25,8 @@ from chat import Chat, UserError, parse_json
 from config import DOMAINS, PRESETS, Config, check_device, check_user, fitted, read_config
 from domains import simulations
 from evaluation import (
+    PHASE,
+    SPEAKER,
     Stage,
     check_room,
     check_split,
@@ -40,9 +42,9 @@ from evaluation import (
 from grpo import advantages
 from model_files import load_chat, save_adapter, save_chat, save_model
 from rollout import Limits, Trajectory, converse, rollout
-from run import Progress, checkpoint_of, episode, load_state, sync, write_whole
+from run import Progress, checkpoint_of, episode, load_state, lock, sync, write_whole
 from user_sim import STOP, Heard, parse_pool
-from weights import is_run, load_pretrained, other_users, smollm2, start_of_rl, trained_weights
+from weights import check_vocabulary, is_run, load_pretrained, other_users, smollm2, start_of_rl, trained_weights
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def opened(name: str, o: Place, pool: dict[str, float]) -> tuple[Config, Any, Ch
     check_user(dataclasses.replace(here, user=",".join(pool)) if pool else here)
     domain = make_domain(here)
     if run:
-        chat, policy = load_chat(checkpoint_of(folder)), trained_weights(cfg, folder)
+        policy = trained_weights(cfg, folder)
+        chat = check_vocabulary(load_chat(checkpoint_of(folder)), policy, folder)
     else:
         chat, policy = load_pretrained(name, cfg)
     voices = other_users(pool, cfg, chat, policy)
@@ -157,11 +160,11 @@ def eval_command(name: str, o: EvalOptions) -> None:
     print(plan.summary(cfg, policy.cfg), file=sys.stderr)
     n, what = split_size(domain, o.split, o.n), settings(name, o, cfg, domain)
     records = Records(Path(o.out), what | {"n": n}) if o.out else None
-    null = null_baselines(domain, cfg.seed, split=o.split)
-    for agent, rate in null.items():
-        print(f"{agent:20} {rate:6.1%}   (scripted agent, no model)", flush=True)
     api = open_api(endpoint(cfg), records.user_tokens if records else 0)
     try:
+        null = null_baselines(domain, cfg.seed, split=o.split)
+        for agent, rate in null.items():
+            print(f"{agent:20} {rate:6.1%}   (scripted agent, no model)", flush=True)
         samplers = make_samplers(cfg, chat, policy, None, o.temperature, voices)
         stage = Stage(cfg, domain, chat, samplers, api, {k: its for k, (_, its) in voices.items() if k != "user"})
         result, groups = watched(stage, o, n, records)
@@ -265,6 +268,7 @@ class Records:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(config, json.dumps(self.what, indent=1))
+        self.lock = lock(folder)
         self.rows = self.read()
 
     def read(self) -> list[dict]:
@@ -365,10 +369,10 @@ def chat_command(name: str, o: ChatOptions) -> None:
             line = report.painted(f"{who}> {text}", "soft" if who in ("call", "tool") else who, sys.stdout)
             print(line, flush=True)
 
-    key, limits = (cfg.seed, 9, index), Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3, cfg.max_errors)
+    key, limits = (cfg.seed, PHASE["chat"], index), Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3, cfg.max_errors)
     samplers = make_samplers(dataclasses.replace(cfg, slots=1), chat, policy, None, o.temperature, voices)
     player = Stage(cfg, domain, chat, samplers).player(task, "lm", key) if o.watch else Human()
-    [t] = rollout([converse(task, domain, player, chat, limits, (*key, 0), 0, show)], samplers)
+    [t] = rollout([converse(task, domain, player, chat, limits, (*key, SPEAKER["agent"]), 0, show)], samplers)
     print(f"exit: {t.exit}; reward: {t.reward}")
     print("\n".join(t.diff) or "the database is as it should be, and all was told")
 

@@ -28,8 +28,8 @@ from user_sim import (
     ModelUser,
     ScriptedUser,
     choose,
+    departure,
     parse_pool,
-    user_fault,
 )
 
 
@@ -55,7 +55,9 @@ def split_size(domain: Any, split: str, n: int | None) -> int:
     return min(n or size, size)
 
 
-PHASE = {"rl": 0, "eval": 1}  # part of every stream's key, so that no two phases share random numbers
+# Parts of every stream's key, (seed, phase, step, task, member, speaker): no two phases or speakers share random numbers.
+PHASE = {"rl": 0, "eval": 1, "chat": 9}
+SPEAKER = {"agent": 0, "user": 1}
 
 
 def user_prompt(domain: Any, task: Task, trained: bool = True) -> str:
@@ -111,7 +113,7 @@ class Stage:
         limits = Limits(cfg.max_turns, cfg.max_new, cfg.max_len, max_malformed=3, max_errors=cfg.max_errors)
         domain = FaultyTools(self.domain, cfg.tool_faults, key) if cfg.tool_faults else self.domain
         self.began[index, member], player = time.time(), self.player(task, kind, key)
-        t = yield from converse(task, domain, player, self.chat, limits, (*key, 0), member)
+        t = yield from converse(task, domain, player, self.chat, limits, (*key, SPEAKER["agent"]), member)
         t.metrics["user"] = kind
         if player.ctx is not None:
             t.metrics["user_tokens"] = player.ctx.roles.count(Role.AGENT)
@@ -119,14 +121,14 @@ class Stage:
 
     def player(self, task: Task, kind: str, key: tuple[int, ...]) -> Any:
         """The user of one conversation."""
-        cfg, domain = self.cfg, self.domain
+        cfg, domain, stream = self.cfg, self.domain, (*key, SPEAKER["user"])
         if kind in ("scripted", "stranger"):
             return ScriptedUser(domain.script(task, random.Random(f"user {key}"), kind))
         stops = getattr(domain, "stops", STOPS)
         if kind.startswith("openai:"):
-            return ApiUser(self.api, user_prompt(domain, task, trained=False), domain.greeting, (*key, 1), stops)
+            return ApiUser(self.api, user_prompt(domain, task, trained=False), domain.greeting, stream, stops)
         speaker, chat = "user" if kind == "lm" else kind, self.chats.get(kind, self.chat)
-        words = chat, user_prompt(domain, task), domain.greeting, (*key, 1), cfg.user_max_new, speaker
+        words = chat, user_prompt(domain, task), domain.greeting, stream, cfg.user_max_new, speaker
         if hasattr(domain, "meaning"):  # weights that were trained for the part, and an audit by the domain's script
             return ModelUser(*words)
         return ContractedModelUser(*words, domain.user_tools or None, stops=stops)
@@ -185,10 +187,6 @@ def make_samplers(
     samplers = {"agent": Sampler(policy, chat.end_ids, cfg.slots, cfg.max_len, temperature)}
     voices = ({"user": (user, chat)} if user is not None else {}) | (users or {})
     for name, (model, its) in voices.items():
-        if cfg.user_max_len > model.cfg.max_position_embeddings:
-            raise UserError(
-                f"--user-max-len {cfg.user_max_len}: {name} has {model.cfg.max_position_embeddings} positions"
-            )
         samplers[name] = Sampler(model, its.end_ids, cfg.slots, cfg.user_max_len, cfg.user_temperature)
     return samplers
 
@@ -211,7 +209,7 @@ def interval(task_means: Sequence[float], seed: int = 0, draws: int = 2000) -> t
 def scores(groups: list[list[Trajectory]]) -> dict:
     """Success (mean over tasks), its interval, and pass^k over the `pass_k_tasks` tasks with at least k trials.
 
-    Conversations without a reward (the user simulator failed) are left out of all three, so how many were planned, how
+    Conversations without a reward (the user failed) are left out of all three, so how many were planned, how
     many counted (`n`), and which tasks have no result at all belong to the numbers.
     """
     everyone = [[t.reward for t in g if t.reward is not None] for g in groups]
@@ -253,14 +251,14 @@ def user_faults(domain: Any, tasks: list[Task], groups: list[list[Trajectory]]) 
 
 
 def fault_of(domain, task: Task, t: Trajectory) -> str | None:
-    """The user's first fault in a conversation, by kind, None, or UNJUDGED: what the domain's script would not have said
-    (`user_sim.user_fault`), or, where there is no script, what breaks the contract of any user (`contract_fault`).
+    """The user's first fault in a conversation, by kind, None, or UNJUDGED: a departure from the domain's script
+    (`user_sim.departure`), or, of a user whose answers are looked at, a breach of its contract (`user_sim.breach`).
     """
-    if hasattr(domain, "meaning") and "user_faults" not in t.metrics:
+    if hasattr(domain, "meaning") and "user_breaches" not in t.metrics:
         said = {who: [turn["text"] for turn in t.turns if turn["role"] == who] for who in ("agent", "user")}
-        fault = user_fault(domain, task, said["agent"], said["user"])
+        fault = departure(domain, task, said["agent"], said["user"])
     else:
-        fault = next(iter(t.metrics.get("user_faults", ())), None)
+        fault = next(iter(t.metrics.get("user_breaches", ())), None)
     return "failed" if fault in (None, UNJUDGED) and t.exit == "user_failed" else fault
 
 

@@ -42,7 +42,9 @@ class Batch:
     sampled: Tensor  # [N] the sampler's log-prob of the target; nan for demonstrations
     advantage: Tensor  # [N] A of the target's trajectory, or turn
     weight: Tensor  # [N] the target's share in the mean over the minibatch
-    old: Tensor | None = None  # [N] log π_old of the target; None: the sampler's is taken for it
+    old: Tensor | None = (
+        None  # [N] log π_old of the target; None, as always without --tis: the sampler's is taken for it
+    )
     ref: Tensor | None = None  # [N] log π_ref of the target; None: no KL term
     shared: int = 0  # tokens that all rows begin with in common, and that are computed once
 
@@ -137,7 +139,7 @@ def advantages(rewards: Sequence[float | None], kind: str = "grpo", eps: float =
     dr_grpo  A_j = r_j − r̄                                                  arXiv 2503.20783 §3.2
     rloo     A_j = r_j − mean of the other rewards = (r_j − r̄) · n/(n − 1)   arXiv 2402.14740
 
-    A member without a reward (None: the user simulator failed) takes no part and gets 0. A group whose rewards are all
+    A member without a reward (None: its user failed) takes no part and gets 0. A group whose rewards are all
     equal, but for rounding (1e-6), teaches nothing: all 0.
     """
     known = [r for r in rewards if r is not None]

@@ -2,7 +2,7 @@
 
 The whole job, from nothing to a trained agent, in the order of this file:
 
-    Config → cold start (SFT on demonstrations) → for each step: Task → conversation ×G → Trajectory → Group → Batch → loss
+    Config → cold start (SFT on demonstrations) → for each step: Task → conversation ×G → Trajectory ×G → Batch → loss
     → evaluation, with the user it trained with and with one it never met
 
 What it leaves out: more than one process or node. The same environment can be handed to a framework for that.
@@ -48,7 +48,18 @@ from evaluation import (
 from grpo import Guard, adamw, advantages, ramp, set_lr, trained_rows, update
 from new_model import from_scratch_shape, train_tokenizer, wire_induction
 from rollout import Trajectory, sampling_seconds
-from run import Clock, Progress, Run, State, begun, restore_optimizers, save_checkpoint, write_whole
+from run import (
+    Clock,
+    Progress,
+    Run,
+    State,
+    check_new,
+    lock,
+    restore_optimizers,
+    save_checkpoint,
+    save_state,
+    write_whole,
+)
 from sft import sft_optimizers, sft_rows, sft_step, tokenizer_texts
 from tools import Task
 from user_sim import parse_pool
@@ -100,6 +111,7 @@ class Job:
     progress: Progress
     optimizers: list[torch.optim.Optimizer]
     frozen: models.Decoder | None = None  # the cold start: KL reference and the user's weights
+    users: dict[str, tuple[models.Decoder, Chat]] = field(default_factory=dict)  # weights of other users, by kind
     api: Api | None = None  # of the user openai:MODEL
     stage: Stage | None = None
     interrupted: bool = False
@@ -114,13 +126,17 @@ class Job:
         """Seconds this run has taken, from the start of each process that worked on it."""
         return self.before + time.time() - PROCESS_START
 
-    def save(self) -> None:
+    def save(self, whole: bool = True) -> None:
+        """whole: weights and optimizer too, if they have changed since the last time."""
         self.state.wall = self.wall()
         if self.api:
             self.state.user_tokens, self.state.user_troubles = self.api.tokens, dict(self.api.troubles)
         with self.clock("saving"):
             self.state.seconds = dict(self.clock.seconds)
-            save_checkpoint(self.run.folder, self.policy, self.chat, self.optimizers, self.state)
+            if whole:
+                save_checkpoint(self.run.folder, self.policy, self.chat, self.optimizers, self.state)
+            else:
+                save_state(self.run.folder, self.state)
 
     def steps(self, phase: str, total: int) -> Iterable[int]:
         """The steps of a phase that are still to do, saving as they are done: after every step of RL, and in the cold
@@ -146,6 +162,8 @@ class Job:
             row = {k: v for k, v in self.state.results[name].items() if k != "step"}
             at = {"cold_start": 0, "during": self.state.step + 1}.get(stage, self.state.step)
             self.run.log("eval", at, stage=stage, name=name, **row)
+            if stage == "final":
+                self.save(whole=False)  # a kill in the next one does not take it along
             if self.interrupted and stage != "during":  # there the step that is done isn't counted yet: `steps` stops
                 self.save()
                 raise Stop("Ctrl-C: stopped after an evaluation")
@@ -162,25 +180,27 @@ def prepare(cfg: Config) -> Job:
         check_split(domain, split)
     place = endpoint(cfg)  # what is wrong with it is found before anything is written
     with clock("setup"):
+        locked = None
         if cfg.resume:
+            locked = lock(folder)
             chat, policy, state, tensors = load_run(cfg, folder)
             if state.step < cfg.steps:  # goes on: what was measured at its end no longer holds
                 state.results = {
                     k: v for k, v in state.results.items() if k.startswith(("null", "cold_start", "step_"))
                 }
         else:
-            if begun(folder):
-                raise UserError(f"--run {folder} already holds a run: go on with --resume {folder}, or name another")
+            check_new(folder)
             (chat, policy), state = start_model(cfg, domain), State()
         check_room(cfg, domain, chat, policy.cfg.max_position_embeddings)
         chat.check(domain.tools, domain.system)
         plan.check(cfg, policy.cfg)
         memory = plan.summary(cfg, policy.cfg)
+        users = other_users(parse_pool(cfg.user), cfg, chat, policy)
         api = open_api(place, state.user_tokens, state.user_troubles)
-        run = Run(folder, cfg)
+        run = Run(folder, cfg, locked)
         run.forget_after(state)  # a new run's, too: a kill during set-up left a line, and nothing to resume
         clock.seconds.update(state.seconds)
-        job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [], api=api)
+        job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [], users=users, api=api)
         job.before, job.policy.checkpointing = state.wall, cfg.checkpointing
         if not cfg.resume and not cfg.sft_steps:
             start_rl(job)
@@ -295,9 +315,9 @@ def freeze_reference_and_user(job: Job) -> None:
             job.frozen = models.Base(job.policy)  # the same weights, adapters off
         elif cfg.kl or plays:
             job.frozen = start_of_rl(cfg, job.run.folder).requires_grad_(False)
-        users, lm = other_users(parse_pool(cfg.user), cfg, job.chat, job.policy), job.frozen if plays else None
-        samplers = make_samplers(cfg, job.chat, job.policy, lm, users=users)
-        job.stage = Stage(cfg, job.domain, job.chat, samplers, job.api, {k: chat for k, (_, chat) in users.items()})
+        samplers = make_samplers(cfg, job.chat, job.policy, job.frozen if plays else None, users=job.users)
+        chats = {kind: chat for kind, (_, chat) in job.users.items()}
+        job.stage = Stage(cfg, job.domain, job.chat, samplers, job.api, chats)
     if cfg.test_tasks:
         measure(job, "cold_start", "test", main_user(job), 1)
         if hasattr(job.domain, "script"):

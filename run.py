@@ -5,6 +5,7 @@ Nothing here knows what is trained. Weights and optimizer state are safetensors,
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -94,7 +96,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor], run: Path) -> None:
-    """The reverse of `optimizer_tensors`. Raises UserError if the tensors are another model's."""
+    """The reverse of `optimizer_tensors`. Raises UserError if the tensors are another model's, or not all there."""
     states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for key, value in tensors.items():
         if not (found := re.fullmatch(r"(\d+)\.(\d+)\.(.+)", key)):
@@ -116,8 +118,13 @@ def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[st
                     values[k] = like.__tensor_unflatten__(found, how)
             if any(v.dim() and v.shape != parameters[p].shape for v in values.values()):
                 raise misfit
-            if "master" in values:
-                parameters[p].data.copy_(values.pop("master"))
+        for p, parameter in enumerate(parameters):
+            if hasattr(parameter, "follower") != ("master" in state.get(p, {})):
+                raise UserError(f"{run}: the optimizer state has not the right fp32 masters; start a new run")
+            if hasattr(parameter, "follower"):
+                parameter.data.copy_(state[p].pop("master"))
+        if len({frozenset(state.get(p, {})) for p in range(len(parameters))}) > 1:  # a step is of all of them
+            raise UserError(f"{run}: the optimizer state is not there for all parameters; start a new run")
         optimizer.load_state_dict(optimizer.state_dict() | {"state": {p: v for p, v in state.items() if v}})
 
 
@@ -140,6 +147,11 @@ def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: Stat
     new.rename(target)
     sync(run)
     remove(old)
+
+
+def save_state(run: Path, state: State) -> None:
+    """Renew the checkpoint's state, where its weights and optimizer are still the run's."""
+    write_whole(checkpoint_of(run) / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -195,13 +207,40 @@ def load_state(folder: Path) -> State:
         raise UserError(f"{folder / 'state.json'} is damaged ({error}); start a new run") from None
 
 
-class Run:
-    """A run's folder: appends metrics and episodes, and cuts off what a resumed run will write again."""
+def lock(folder: Path) -> IO:
+    """Keeps other processes from writing in a folder while what is returned is open. The kernel takes it back from a process
+    that dies. Raises UserError if another has it, and OSError."""
+    file = open(folder / "lock", "a+")  # noqa: SIM115 (open as long as the process works)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise UserError(
+            f"{folder}: process {file.read().strip() or '?'} is working in it; wait for it, end it, or name another folder"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
 
-    def __init__(self, folder: Path, cfg):
+
+def check_new(folder: Path) -> None:
+    """Raises UserError if a folder holds a run already."""
+    if begun(folder):
+        raise UserError(f"--run {folder} already holds a run: go on with --resume {folder}, or name another")
+
+
+class Run:
+    """A run's folder: appends metrics and episodes, and cuts off what a resumed run will write again. locked: by whom has
+    read it before."""
+
+    def __init__(self, folder: Path, cfg, locked: IO | None = None):
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self.lock = locked or lock(folder)
+            if not locked:
+                check_new(folder)  # again: another process may have begun and ended a run there meanwhile
             write_whole(folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
         except OSError as error:
             raise UserError(f"--run {folder}: {error.strerror}; give a folder that can be written to") from None

@@ -164,12 +164,12 @@ class World:
         return Reward(float(not diff and not untold), diff, untold)
 
 
-FAULTS = ("Error: the call timed out; nothing was done", "Error: internal server error; nothing was done")
+TOOL_FAULTS = ("Error: the call timed out; nothing was done", "Error: internal server error; nothing was done")
 
 
 @dataclass(frozen=True)
 class FaultyTools:
-    """A domain whose tools fail: with probability p a call does nothing and returns one of FAULTS. Which ones is drawn
+    """A domain whose tools fail: with probability p a call does nothing and returns one of TOOL_FAULTS. Which ones is drawn
     from the world's own `seed`, so an episode plays again the same. The goal is found with tools that work.
     """
 
@@ -180,7 +180,9 @@ class FaultyTools:
     def world(self, task: Task) -> Any:
         world, rng = self.domain.world(task), random.Random(f"tool faults {self.seed}")
         works = world.call
-        world.call = lambda name, arguments: rng.choice(FAULTS) if rng.random() < self.p else works(name, arguments)
+        world.call = lambda name, arguments: (
+            rng.choice(TOOL_FAULTS) if rng.random() < self.p else works(name, arguments)
+        )
         return world
 
     def __getattr__(self, name: str) -> Any:

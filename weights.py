@@ -35,7 +35,8 @@ def load_run(cfg: Config, folder: Path) -> tuple[Chat, Decoder, State, dict[str,
     """What a resumed run goes on from, optimizer state included."""
     checkpoint = checkpoint_of(folder)
     tensors = dict(read_tensors(checkpoint / "optimizer.safetensors"))
-    return load_chat(checkpoint), trained_weights(cfg, folder), load_state(checkpoint), tensors
+    chat, policy = load_chat(checkpoint), trained_weights(cfg, folder)
+    return check_vocabulary(chat, policy, folder), policy, load_state(checkpoint), tensors
 
 
 def trained_weights(cfg: Config, folder: Path) -> Decoder:
@@ -61,12 +62,23 @@ def load_pretrained(name: str, cfg: Config) -> tuple[Chat, Decoder]:
         its = dataclasses.replace(read_config(Path(name)), dtype=cfg.dtype, device=cfg.device)
         policy = trained_weights(its, Path(name))
         merge_lora(policy)
-        return load_chat(checkpoint_of(Path(name))), policy
+        return check_vocabulary(load_chat(checkpoint_of(Path(name))), policy, name), policy
     path = smollm2() if name == "smollm2" else fetch(name)
     if path.suffix == ".gguf":
         policy, tokenizer, template, special = load_gguf(path)
-        return Chat(tokenizer, template, config=special), policy.to(cfg.device, DTYPES[cfg.dtype])
-    return load_chat(path), load_model(path, DTYPES[cfg.dtype], cfg.device)
+        chat, policy = Chat(tokenizer, template, config=special), policy.to(cfg.device, DTYPES[cfg.dtype])
+    else:
+        chat, policy = load_chat(path), load_model(path, DTYPES[cfg.dtype], cfg.device)
+    return check_vocabulary(chat, policy, name), policy
+
+
+def check_vocabulary(chat: Chat, model: Decoder, name: str | Path) -> Chat:
+    """The chat. Raises UserError if its tokenizer knows tokens that the model does not."""
+    if chat.vocab_size > model.cfg.vocab_size:
+        raise UserError(
+            f"{name}: its tokenizer has {chat.vocab_size} tokens, its model {model.cfg.vocab_size}; they are not of one model"
+        )
+    return chat
 
 
 def other_users(pool: Iterable[str], cfg: Config, chat: Chat, policy) -> dict[str, tuple[Decoder, Chat]]:
@@ -79,6 +91,8 @@ def other_users(pool: Iterable[str], cfg: Config, chat: Chat, policy) -> dict[st
         elif kind.startswith("frozen:"):
             its, model = load_pretrained(kind.removeprefix("frozen:"), cfg)
             voices[kind] = model.requires_grad_(False), its
+            if cfg.user_max_len > (positions := model.cfg.max_position_embeddings):
+                raise UserError(f"--user-max-len {cfg.user_max_len}: {kind} has {positions} positions; give less")
     return voices
 
 

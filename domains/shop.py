@@ -585,7 +585,7 @@ def asked(text: str) -> str:
 def meaning(text: str) -> tuple:
     """What a user's message does, whatever its words: wish, yes or no, details, whether it ends the talk.
 
-    Two replies with equal meaning are the same reply to a careful agent; `user_fault` compares by it.
+    Two replies with equal meaning are the same reply to a careful agent; `user_sim.departure` compares by it.
     """
     details = tuple(map(tuple, mentions(text).values()))
     wish = "" if any(details) else asked(text)

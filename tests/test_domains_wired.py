@@ -151,14 +151,17 @@ def stage_of(name, **changes):
 
 
 def played(stage, task, lines, user="lm"):
-    """One conversation in which each speaker samples its `lines` in turn. → trajectory."""
+    """One conversation in which each speaker samples its `lines` in turn; None: its context is full. → trajectory."""
     lines = {who: iter(texts) for who, texts in lines.items()}
     talk = stage.conversation(task, user, "rl", 0, 0, 0)
     try:
         request = next(talk)
         while True:
             text = next(lines[request.speaker])
-            for token in [*(call_ids(text) if "<tool_call>" in text else CHAT.encode(text)), CHAT.end_id]:
+            request.ctx.full = text is None
+            for token in (
+                [] if text is None else [*(call_ids(text) if "<tool_call>" in text else CHAT.encode(text)), CHAT.end_id]
+            ):
                 request.ctx.sampled(token, -0.5)
             request = talk.send(None)
     except StopIteration as stop:
@@ -188,7 +191,7 @@ def test_telecoms_user_has_a_phone_of_which_the_agent_sees_nothing():
         ],
     }
     t = played(stage, task, lines)
-    assert t.exit == "user_ended" and t.metrics["user_faults"] == {} and t.reward in (0.0, 1.0)
+    assert t.exit == "user_ended" and t.metrics["user_breaches"] == {} and t.reward in (0.0, 1.0)
     roles = [turn["role"] for turn in t.turns]
     assert roles == "user agent user_call user_tool user_call user_tool user agent user".split()
     assert "Airplane Mode is now" in t.turns[5]["text"] and t.turns[6]["text"] == "One moment.\n\nIt changed something."
@@ -212,7 +215,7 @@ def test_a_model_user_that_breaks_its_contract_is_asked_once_more_and_then_has_f
     bad += [("bad_call", "<tool_call>\n{\n</tool_call>"), ("stop_at_once", STOP)]
     for kind, text in bad:
         t = played(stage, task, {"agent": agent, "user": [text, "My data is slow.", f"Bye. {STOP}"]})
-        assert t.exit == "user_ended" and t.metrics["user_faults"] == {kind: 1}, kind
+        assert t.exit == "user_ended" and t.metrics["user_breaches"] == {kind: 1}, kind
         assert evaluation.fault_of(stage.domain, task, t) == kind
         t = played(stage, task, {"agent": agent, "user": [text, text]})
         assert t.exit == "user_failed" and t.reward is None and kind in t.metrics["user_failure"], kind

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gzip
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -14,12 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+import commands
 import config
+import evaluation
 import grpo
 import mua_rl
 import report
+import run as runs
 import sft
 import weights
 from domains import shop
@@ -492,6 +496,19 @@ def test_another_files_tensors_are_no_optimizer_state(tmp_path, unbroken, capsys
     assert "optimizer state" in refused(["train", "--resume", run], capsys)
 
 
+@pytest.mark.parametrize("left_out", [r"0\.1\..*", r"0\.0\.exp_avg_sq"])
+def test_an_optimizer_state_with_holes_is_refused(tmp_path, unbroken, left_out, capsys):
+    """Its moments would begin at nothing, silently."""
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    path = run / "checkpoint" / "optimizer.safetensors"
+    tensors = load_file(path)
+    kept = {k: v for k, v in tensors.items() if not re.fullmatch(left_out, k)}
+    assert len(kept) < len(tensors)
+    save_file(kept, path)
+    assert "not there for all parameters" in refused(["train", "--resume", run], capsys)
+
+
 def test_a_folder_in_a_files_place_is_one_line_and_exit_2(tmp_path, unbroken, capsys):
     for file in ("config.json", "metrics.jsonl", "episodes.jsonl.gz", "checkpoint/state.json"):
         run = tmp_path / file.replace("/", "-")
@@ -502,7 +519,7 @@ def test_a_folder_in_a_files_place_is_one_line_and_exit_2(tmp_path, unbroken, ca
 
 
 @pytest.fixture(scope="module")
-def evaluation(tmp_path_factory, unbroken):
+def evaluated(tmp_path_factory, unbroken):
     """Arguments of an evaluation, and the folder it left."""
     out, args = tmp_path_factory.mktemp("evaluation") / "out", ["eval", unbroken, "--n", 1, "--trials", 1]
     args += ["--user", "scripted", "--out"]
@@ -514,8 +531,8 @@ def evaluation(tmp_path_factory, unbroken):
     "file, content",
     [("config.json", "{"), ("config.json", "[]"), ("conversations.jsonl", "{\n"), ("conversations.jsonl", "{}\n")],
 )
-def test_a_damaged_evaluation_is_one_line_and_exit_2(tmp_path, evaluation, file, content, capsys):
-    (args, whole), out = evaluation, tmp_path / "out"
+def test_a_damaged_evaluation_is_one_line_and_exit_2(tmp_path, evaluated, file, content, capsys):
+    (args, whole), out = evaluated, tmp_path / "out"
     shutil.copytree(whole, out)
     (out / file).write_text(content)
     with pytest.raises(SystemExit) as stop:
@@ -529,6 +546,108 @@ def test_a_run_is_not_overwritten(unbroken, capsys):
     before = [(unbroken / name).read_bytes() for name in kept]
     assert "--resume" in refused(["train", "--run", unbroken, *SMALL], capsys)
     assert [(unbroken / name).read_bytes() for name in kept] == before
+
+
+def test_two_processes_do_not_work_in_one_folder(tmp_path, unbroken):
+    """The one that came first is named; show needs no lock; and a killed one leaves nothing that stands in the way."""
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    args = command(tmp_path, "train", "--resume", run, "--steps", 2000)
+    first = subprocess.Popen(args, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(first, run, "rl", 5)
+        for other in (args, command(tmp_path, "train", "--run", tmp_path / "new" / ".." / "run", *SMALL)):
+            second = finished(other)
+            assert second.returncode == 2 and second.stderr.count("\n") == 1 and str(run.name) in second.stderr
+        assert f"{run}: process {first.pid} is working in it" in finished(args).stderr
+        shown = finished(command(tmp_path, "show", run, driver=False))
+        assert shown.returncode == 0, shown.stderr
+    finally:
+        first.kill()
+        first.wait()
+    done = finished(command(tmp_path, "train", "--resume", run, "--steps", len(rows(run, "rl")) + 1))
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_evaluations_do_not_write_in_one_folder(tmp_path, unbroken, capsys):
+    """A lock of this process would not stop it: another one holds it."""
+    out, args = tmp_path / "out", ["eval", unbroken, "--n", 1, "--trials", 1, "--user", "scripted", "--out"]
+    mua_rl.command_line([str(a) for a in [*args, out]])
+    held = f"import time, pathlib, run; file = run.lock(pathlib.Path({str(out)!r})); print(flush=True); time.sleep(99)"
+    other = subprocess.Popen([sys.executable, "-c", held], cwd=ROOT, stdout=subprocess.PIPE)
+    other.stdout.readline()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        mua_rl.command_line([str(a) for a in [*args, out]])
+    assert stop.value.code == 2 and f"process {other.pid} is working in it" in capsys.readouterr().err
+    other.kill()
+    other.wait()
+
+
+def test_a_kill_in_the_last_evaluations_loses_none_that_is_complete(tmp_path, unbroken, monkeypatch):
+    run, measured = tmp_path / "run", []
+    shutil.copytree(unbroken, run)
+
+    def evaluate(stage, split, n, trials, user, *rest, **more):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append((split, user))
+        return evaluation.evaluate(stage, split, n, trials, user, *rest, **more)
+
+    monkeypatch.setattr(mua_rl, "evaluate", evaluate)
+    args = ["train", "--resume", str(run), "--steps", "5", "--eval-every", "0"]
+    with pytest.raises(KeyboardInterrupt):
+        mua_rl.main(args)
+    at_kill = {k: v for k, v in runs.load_state(run / "checkpoint").results.items() if k in ("final", "scripted_user")}
+    assert len(at_kill) == 2 == len(measured)
+    monkeypatch.setattr(mua_rl, "evaluate", lambda *a, **k: measured.append(a[1]) or evaluation.evaluate(*a, **k))
+    mua_rl.main(args)
+    results = runs.load_state(run / "checkpoint").results
+    assert len(measured) == 7 and at_kill.items() <= results.items()  # seven in all: none was made twice
+    names = [r["name"] for r in rows(run, "eval") if r["stage"] == "final"]
+    assert len(names) == len(set(names)) == 7
+
+
+def test_users_are_looked_for_before_anything_long_begins(tmp_path, unbroken, capsys, monkeypatch):
+    """A user that is not there, or whose key is not set: not found out after a cold start, nor after the baselines."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr(mua_rl, "cold_start", None)
+    for module in (mua_rl, commands):
+        monkeypatch.setattr(module, "null_baselines", None)
+    for user, words in {"frozen:nowhere": "nowhere", "openai:m": "OPENAI_API_KEY is not set"}.items():
+        assert words in refused(["train", "--run", tmp_path / "new", *SMALL, "--user", user], capsys)
+        assert not (tmp_path / "new").exists()
+        with pytest.raises(SystemExit) as stop:
+            mua_rl.command_line(["eval", str(unbroken), "--n", "1", "--user", user])
+        assert stop.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_tokenizer_larger_than_the_model_is_one_line(tmp_path, unbroken, capsys):
+    run, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(unbroken, run)
+    mua_rl.command_line(["save", str(unbroken), str(model)])
+    capsys.readouterr()
+    for folder in (run / "checkpoint", model):
+        config = json.loads((folder / "tokenizer.json").read_text())
+        size = max(config["model"]["vocab"].values())
+        token = {
+            "content": "<|more|>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        config["added_tokens"].append(token | {"id": size + 40})
+        config["model"]["vocab"] |= {f"<|more{i}|>": size + i for i in range(1, 41)}
+        (folder / "tokenizer.json").write_text(json.dumps(config))
+    for args in (
+        ["train", "--resume", run],
+        ["eval", run],
+        ["eval", model],
+        ["train", "--run", tmp_path / "x", "--model", model],
+    ):
+        assert "its tokenizer has" in refused(args, capsys), args
 
 
 @pytest.mark.parametrize("flags", ["--width 64", "--seed 5", "--group-size 4", "--lr 1"])
