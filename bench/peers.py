@@ -29,7 +29,8 @@ def environment(name: str) -> Path | None:
         f"{name}: installing {PINS[name]} into {PLACE.name}/{name} (once; a compiler may take half an hour)", flush=True
     )
     for command in ([sys.executable, "-m", "venv", PLACE / name], [python, "-m", "pip", "install", "-q", PINS[name]]):
-        done = subprocess.run(command, capture_output=True, text=True)
+        lean = os.environ | {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # llama.cpp without its image models
+        done = subprocess.run(command, capture_output=True, text=True, env=lean)
         if done.returncode:
             errors = [line for line in (done.stderr + done.stdout).splitlines() if "error" in line.lower()]
             print(f"{name}: not here ({(errors or ['no message'])[-1].strip()[:160]})", file=sys.stderr)
