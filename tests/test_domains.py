@@ -1,5 +1,6 @@
 """A domain from a file: docs/domains.md's is trained and evaluated as it stands, and what a domain lacks is one line."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from test_domains_wired import refused
 
+import commands
 import mua_rl
 from config import Config, default_config
 from domains import find
@@ -44,6 +46,9 @@ def test_the_documented_domain_trains_from_nothing_goes_on_and_is_evaluated_from
     desk, tmp_path, monkeypatch, capsys
 ):
     run = tmp_path / "run"
+    monkeypatch.setattr(mua_rl, "tokenizer_texts", functools.partial(mua_rl.tokenizer_texts, n=100))  # a quicker start
+    for module in (mua_rl, commands):
+        monkeypatch.setattr(module, "null_baselines", functools.partial(null_baselines, n=20))
     mua_rl.main(["train", "--domain", "desk.py", "--run", str(run), *TINY])
     summary = json.loads((run / "summary.json").read_text())
     assert summary["null"]["do_nothing"] == 0 and {"cold_start_scripted", "scripted_user", "greedy"} <= summary.keys()
