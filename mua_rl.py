@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,10 +30,11 @@ import report
 from api_user import Api
 from chat import CHATML_TEMPLATE, Chat, Role, UserError
 from config import DTYPES, Config, check_config, check_resume, default_config, parse
+from domains import find
 from evaluation import (
     Stage,
     check_room,
-    check_split,
+    check_splits,
     endpoint,
     evaluate,
     make_domain,
@@ -61,7 +61,7 @@ from run import (
     write_whole,
 )
 from sft import sft_optimizers, sft_rows, sft_step, tokenizer_texts
-from tools import Task
+from tools import Domain, Task
 from user_sim import parse_pool
 from weights import load_pretrained, load_run, other_users, shape_of, start_of_rl
 
@@ -103,7 +103,7 @@ class Job:
 
     cfg: Config
     run: Run
-    domain: Any
+    domain: Domain
     chat: Chat
     policy: models.Decoder
     state: State
@@ -176,8 +176,7 @@ def prepare(cfg: Config) -> Job:
     torch.set_num_threads(cfg.threads)
     folder = Path(cfg.resume or cfg.run or free_name(cfg))
     domain, clock = make_domain(cfg), Clock()
-    for split in ("train", "test") if cfg.test_tasks else ("train",):
-        check_split(domain, split)
+    check_splits(cfg, domain)
     place = endpoint(cfg)  # what is wrong with it is found before anything is written
     with clock("setup"):
         locked = None
@@ -223,17 +222,12 @@ def prepare(cfg: Config) -> Job:
 
 def notices(job: Job) -> Iterable[str]:
     """What a person should know before the run goes on."""
-    if job.state.results["null"]["do_nothing"] > 0.1:
+    if job.state.results["null"].get("do_nothing", 0) > 0.1:
         yield "warning: doing nothing pays in more than 10 % of the tasks"
-    if hasattr(job.domain, "overlap"):
-        same, tests = job.domain.overlap(), len(job.domain.ids("test"))
-        yield (
-            f"warning: --paper-split trains on all tasks of τ-bench v1, as the paper did. They overlap with the test tasks: {same} of "
-            f"the {tests} want the very writes that a training task wants. Success on them is no success on unseen tasks"
-        )
+    yield from job.domain.notices()
 
 
-def start_model(cfg: Config, domain: Any) -> tuple[Chat, models.Decoder]:
+def start_model(cfg: Config, domain: Domain) -> tuple[Chat, models.Decoder]:
     """A pretrained model with its chat format, or a new tokenizer and random weights."""
     if cfg.model:
         return load_pretrained(cfg.model, cfg)
@@ -320,15 +314,15 @@ def freeze_reference_and_user(job: Job) -> None:
         job.stage = Stage(cfg, job.domain, job.chat, samplers, job.api, chats)
     if cfg.test_tasks:
         measure(job, "cold_start", "test", main_user(job), 1)
-        if hasattr(job.domain, "script"):
+        if "scripted" in job.domain.scripts:
             measure(job, "cold_start_scripted", "test", "scripted", 1)
     if job.state.step == 0:
         job.save()
 
 
 def main_user(job: Job) -> str:
-    """Whom evaluations meet: in the shop the language model, whatever it trains with; elsewhere the users it trains with."""
-    return "lm" if hasattr(job.domain, "script") else job.cfg.user
+    """Whom evaluations meet: "lm", whatever it trains with, if there are demonstrations for its part; else cfg.user."""
+    return "lm" if job.domain.demonstrator else job.cfg.user
 
 
 def measure(job: Job, name: str, split: str, user: str, trials: int, n: int = 0) -> dict:
@@ -418,19 +412,19 @@ def look(job: Job, step: int) -> None:
 
 def final_evaluation(job: Job) -> None:
     """Held-out tasks: the user it trained with, users it never met, combinations and names it never met, and greedy."""
-    cfg = job.cfg
+    cfg, domain = job.cfg, job.domain
     if not cfg.test_tasks:
         return
     measure(job, "final", "test", main_user(job), cfg.trials)
-    scripts = hasattr(job.domain, "script")
-    if scripts:
+    if "scripted" in domain.scripts:
         measure(job, "scripted_user", "test", "scripted", 1)
+    if "stranger" in domain.scripts:
         measure(job, "unseen_user", "test", "stranger", 1)
-        measure(job, "unseen_combination", "combo", "lm", 1)
-        measure(job, "unseen_names", "names", "lm", 1, n=min(100, cfg.test_tasks))
+    for name, (split, most) in domain.unseen.items():
+        measure(job, name, split, main_user(job), 1, n=min(most, cfg.test_tasks))
     job.stage.samplers["agent"].temperature = 0.0  # the last things measured
     measure(job, "greedy", "test", main_user(job), 1)
-    if scripts:
+    if "stranger" in domain.scripts:
         measure(job, "greedy_unseen_user", "test", "stranger", 1)
 
 
@@ -496,7 +490,7 @@ def main(argv: list[str]) -> None:
     if command in ("train", "sft"):
         default = default_config(args)
         cfg = parse(default, args, command)
-        if command == "sft" and cfg.domain != "shop":
+        if command == "sft" and not find(cfg.domain).demonstrator:
             raise UserError(f"sft --domain {cfg.domain}: it has no demonstrations to learn from; use train")
         if cfg.resume:
             check_resume(default, cfg)
@@ -521,6 +515,7 @@ def main(argv: list[str]) -> None:
 USAGE = """
     python mua_rl.py train [--preset tiny|smol] [--seed N] [--steps N] [--minutes M] [--resume RUN]
     python mua_rl.py train --domain retail|airline|telecom --data FOLDER --preset smol|qwen3-4b|…
+    python mua_rl.py train --domain FILE.py    a domain of your own: docs/domains.md
     python mua_rl.py sft                       only the cold start
     python mua_rl.py eval RUN_OR_MODEL         success on held-out tasks   [--split test --trials 4 --user lm --out FOLDER]
     python mua_rl.py chat RUN [--watch]        you are the user; or look on while the simulated user talks

@@ -12,6 +12,7 @@ import torch
 
 from chat import UserError
 from config import AT_ONCE
+from domains import find
 from kernels.logprob import SLICE
 from model import Decoder, ModelConfig, linears
 from user_sim import parse_pool
@@ -96,9 +97,9 @@ def log_probs(m: ModelConfig, T: int, width: int, device: str, head_trained: boo
 
 
 def voices(cfg) -> set[str]:
-    """The kinds of users that are played by weights in this process: those in training, and whom the shop's evaluations meet."""
+    """The kinds of users that are played by weights in this process: those in training, and whom evaluations meet."""
     trained = {kind for kind in parse_pool(cfg.user) if kind in ("lm", "self") or kind.startswith("frozen:")}
-    return trained | ({"lm"} if cfg.domain == "shop" and cfg.test_tasks else set())
+    return trained | ({"lm"} if find(cfg.domain).demonstrator and cfg.test_tasks else set())
 
 
 def need(cfg, m: ModelConfig) -> Need:

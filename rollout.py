@@ -98,7 +98,7 @@ def converse(
     and propagates.
     """
     world, ctx, log = domain.world(task), chat.start(domain.system, domain.tools, stream), Log(on_turn)
-    user.tools, user.act = getattr(domain, "user_tools", None), functools.partial(_act, world, log)
+    user.tools, user.act = domain.user_tools, functools.partial(_act, world, log)
 
     def finish(exit: str) -> Trajectory:
         return _finish(task, world, user, chat, limits, ctx, log, exit, member)

@@ -27,7 +27,8 @@ from evaluation import Stage, make_domain, null_baselines
 from model import Decoder, ModelConfig
 from model_files import load_chat, save_chat, save_model
 from new_model import train_tokenizer
-from user_sim import MAX_HOPS, STOP
+from tools import Domain
+from user_sim import MAX_HOPS, STOP, STOPS
 
 TAU2 = Path(__file__).parents[2] / "shared/tau2"
 needs_data = pytest.mark.skipif(not TAU2.is_dir(), reason="needs ../shared/tau2")
@@ -68,12 +69,12 @@ REFUSED = {
     "--domain mars": "--domain mars",
     "--domain retail": "--model",  # from scratch
     "--preset smol --domain retail --sft-steps 5": "no demonstrations",
-    "--preset smol --domain retail --eval-every 1 --eval-tasks 2": "no validation split",
+    "--preset smol --domain retail --eval-every 1 --eval-tasks 2 --data DATA": "no validation split",
     "--preset smol --domain retail --user scripted": "no script",
     "--preset smol --domain retail --user lm=1,stranger=2": "no script",
     "--preset smol --domain telecom --paper-split": "not on telecom",
     "--preset smol --domain retail --paper-split --task-set tau1": "tests on",
-    "--preset smol --paper-split": "the shop has none",
+    "--preset smol --paper-split": "not on shop",
     "--preset smol --domain retail --task-set tau1 --test-tasks 1 --data DATA": "--split test",
     "--preset smol --domain retail --user-key-env sk-abcdefgh --user openai:m --data DATA": "environment variable",
     "--preset smol --domain retail --user-url http://k@h/ --user openai:m --data DATA": "without a key",
@@ -227,7 +228,7 @@ def test_a_model_user_that_breaks_its_contract_is_asked_once_more_and_then_has_f
 def test_every_stop_of_the_domain_ends_it_and_only_a_user_can():
     stage = stage_of("retail")
     task = stage.domain.task("train", 0, 0)
-    for stop in stage.domain.stops:
+    for stop in STOPS:
         t = played(stage, task, {"agent": [f"Bye {stop}"], "user": ["Hello, I'm Kim.", f"yes{stop}"]})
         assert t.exit == "user_ended" and t.metrics["turns"] == 1 and t.turns[-1]["text"] == f"yes{stop}"
 
@@ -278,14 +279,15 @@ def test_states_of_a_world_are_equal_when_nothing_was_written_and_differ_when_so
 # ---------------------------------------------------------------- pools
 
 
-class Words:
-    """A domain without data."""
+class Words(Domain):
+    """A domain of which only the users matter."""
 
-    name, system, tools, greeting, user_tools = "words", None, None, "Hi!", ()
-    stops = (STOP,)
+    name, policy, functions, splits, greeting = "words", "", {}, {}, "Hi!"
 
-    def world(self, task):
+    def task(self, split, seed, index):
         raise AssertionError
+
+    world = task
 
     def instruction(self, task):
         return "You want a hat."

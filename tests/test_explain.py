@@ -35,7 +35,7 @@ REWARDS = [1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]  # of two groups: one that 
 
 def play(policy, domain, task, member: int, reward: float) -> Trajectory:
     """A demonstrator's talk with the log-probs of `policy`, as its sampler would have noted them."""
-    talk = demonstration(domain, task, shop.TEACHER, random.Random(f"{task.id} {member}"))
+    talk = demonstration(domain, task, "agent", random.Random(f"{task.id} {member}"))
     ctx = agent_view(domain, CHAT, talk)
     with torch.no_grad():
         logp = iter(grpo.logprobs(policy, make_batch([ctx], [0.0]), CFG.temperature)[0].tolist())

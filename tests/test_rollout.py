@@ -62,7 +62,7 @@ class Task:
 
 
 class Domain:
-    system, tools = "Rules.", TOOLS
+    system, tools, user_tools = "Rules.", TOOLS, None
 
     def __init__(self):
         self.worlds = []

@@ -20,17 +20,17 @@ ALLOWED = {  # file → what it may import of ours, in reading order: nothing im
     "rollout": {"chat", "tools", "user_sim", "model"},
     "report": {"chat"},
     "run": {"chat", "model_files", "report"},
-    "config": {"chat", "run", "user_sim"},
-    "plan": {"chat", "config", "kernels", "model", "user_sim"},
+    "config": {"chat", "domains", "run", "user_sim"},
+    "plan": {"chat", "config", "domains", "kernels", "model", "user_sim"},
     "new_model": {"chat", "config", "model"},
     "weights": {"chat", "config", "model", "model_files", "new_model", "plan", "run"},
     "grpo": {"chat", "config", "kernels", "model", "rollout"},
     "evaluation": {"chat", "config", "domains", "rollout", "tools", "user_sim", "api_user", "model"},
-    "sft": {"chat", "config", "domains", "evaluation", "grpo", "model", "tools"},
+    "sft": {"chat", "config", "evaluation", "grpo", "model", "tools"},
     "explain": {"chat", "config", "grpo", "model", "report", "rollout", "run", "weights"},
     "commands": {
         *("chat", "config", "domains", "evaluation", "grpo", "model", "plan", "report", "rollout", "run", "user_sim"),
-        *("api_user", "explain", "model_files", "weights"),
+        *("api_user", "explain", "model_files", "tools", "weights"),
     },
 }
 OURS = {*ALLOWED, "mua_rl"}

@@ -529,7 +529,7 @@ def state(world):
 def test_any_call_gets_an_observation(name):
     d, rng = domain(name), random.Random(name)
     recorded = [(c["requestor"], c["name"], c["arguments"]) for v in vectors("random", name) for c in v["calls"]]
-    starts, names, errors = tasks(d), [n for functions in d.functions.values() for n in functions], 0
+    starts, names, errors = tasks(d), [*d.functions, *d.user_functions], 0
     for i in range(FUZZED):
         if i % 20 == 0:
             world, before = d.world(rng.choice(starts)), {}
