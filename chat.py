@@ -491,7 +491,8 @@ class Chat:
     def save(self, folder: str | Path) -> None:
         """Writes what `load`, transformers' AutoTokenizer and vLLM read; all that was in the original stays in it."""
         folder = Path(folder)
-        self.tokenizer.save(str(folder / "tokenizer.json"))
+        text = self.tokenizer.to_str(pretty=True)  # its own `save` hides what went wrong with the disk
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
         made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         made |= {"eos_token": self.end, "pad_token": self.end}
         config = made | self.config | {"chat_template": self.template}
