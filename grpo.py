@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -305,7 +306,10 @@ class Guard:
         self.folder.mkdir(exist_ok=True)
         values = {f"{i}.{k}": v for i, b in enumerate(batches) for k, v in vars(b).items() if v is not None}
         tensors = {name: torch.as_tensor(v) for name, v in values.items()}
-        save_file(tensors, self.folder / f"{name}.safetensors")
+        try:
+            save_file(tensors, self.folder / f"{name}.safetensors")
+        except SafetensorError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error}); make room, then use --resume") from None
         if self.in_a_row >= self.limit:
             raise UserError(
                 f"{name}: loss {loss:.3g}, gradient norm {norm:.3g}, not finite {self.in_a_row} times in a row; look at "

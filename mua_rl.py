@@ -527,6 +527,9 @@ Each takes --help.
 """
 
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO  # of the disk: no file or folder is named then
+
+
 def command_line(argv: list[str]) -> None:
     """`main`, with the user's mistakes as one line and exit 2."""
     try:
@@ -538,7 +541,7 @@ def command_line(argv: list[str]) -> None:
         if isinstance(error, BrokenPipeError):  # `show RUN | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # no file or folder is at fault
+        if error.filename is None and error.errno not in FULL:  # no file or folder is at fault
             raise
         print(
             f"mua_rl: {error.filename or 'the run folder'}: {error.strerror}; make room or fix the folder, then use --resume",

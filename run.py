@@ -298,7 +298,7 @@ class Progress:
         from rich.console import Console  # here: only what runs for long shows progress
 
         self.console = Console(stderr=True)
-        self.live = self.console.is_terminal
+        self.live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.bar = self.task = None
         self.phase, self.began, self.first, self.printed = "", 0.0, 0, 0.0
 
