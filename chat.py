@@ -451,50 +451,6 @@ class Chat:
         blocks = (f"<tool_response>\n{r}\n</tool_response>" for r in results)
         return [{"role": "user", "content": "\n".join(blocks)}]
 
-<<<<<<< HEAD
-=======
-    # ------------------------------------------------------------ folders
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "Chat":
-        """From tokenizer.json, tokenizer_config.json or chat_template.jinja; end tokens also from generation_config.json
-        and config.json."""
-        folder = Path(folder)
-        try:
-            tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{folder} has no tokenizer.json; give a folder that holds a whole model") from None
-        except Exception as error:  # tokenizers raises a bare Exception for bad content
-            raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}; copy it again") from None
-        config, generation = (_read_json(folder / f"{name}_config.json") for name in ("tokenizer", "generation"))
-        model = _read_json(folder / "config.json")
-        template = config.pop("chat_template", None)
-        try:
-            if (folder / "chat_template.jinja").exists():
-                template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-            if isinstance(template, list) and template:  # several named ones
-                template = {t["name"]: t["template"] for t in template}.get("default", template[0]["template"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{folder}: its chat template cannot be read ({error!r}); copy it again") from None
-        if not template or not isinstance(template, str):
-            raise UserError(f"{folder} has no chat template; give an instruct model, or add a chat_template.jinja")
-        named = [source.get("eos_token_id") for source in (generation, model)]  # an id, a list of them, or absent
-        ends = [i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
-        return cls(tokenizer, template, ends, config, generation)
-
-    def save(self, folder: str | Path) -> None:
-        """Writes what `load`, transformers' AutoTokenizer and vLLM read; all that was in the original stays in it."""
-        folder = Path(folder)
-        text = self.tokenizer.to_str(pretty=True)  # its own `save` hides what went wrong with the disk
-        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-        made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        made |= {"eos_token": self.end, "pad_token": self.end}
-        config = made | self.config | {"chat_template": self.template}
-        generation = self.generation | {"eos_token_id": sorted(self.end_ids)}
-        for name, value in (("tokenizer_config.json", config), ("generation_config.json", generation)):
-            (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
->>>>>>> faults
     # ------------------------------------------------------------ text and ids
 
     def encode(self, text: str) -> list[int]:

@@ -363,7 +363,8 @@ def load_chat(folder) -> Chat:
 def save_chat(chat: Chat, folder) -> None:
     """Writes what `load_chat`, transformers' AutoTokenizer and vLLM read; all that was in the original stays in it."""
     folder = Path(folder)
-    chat.tokenizer.save(str(folder / "tokenizer.json"))
+    text = chat.tokenizer.to_str(pretty=True)  # its own `save` hides what went wrong with the disk
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     made |= {"eos_token": chat.end, "pad_token": chat.end}
     config = made | chat.config | {"chat_template": chat.template}
