@@ -224,6 +224,9 @@ BAD = {
     "filtered half-way": Reply({"choices": [{"message": {"content": "I w"}, "finish_reason": "content_filter"}]}),
     "only reasoning": Reply({"choices": [{"message": {"content": [{"type": "reasoning", "text": "x"}]}}]}),
     "error and 200": Reply({"error": {"message": "overloaded"}}),
+    "another encoding": Reply("plain", 200, {"Content-Encoding": "gzip"}),
+    "redirected to nowhere": Reply("", 302, {"Location": "http://127.0.0.1:9/elsewhere"}),
+    "a stream": Reply("data: [DONE]\n", 200, {"Content-Type": "text/event-stream"}),
 }
 
 
