@@ -380,8 +380,7 @@ In each turn either send the user a message or call a tool, never both. Calls mu
 # What suits these domains better than a preset's values. Policy and tools take 3,800 to 7,400 tokens, and there is no split to
 # validate on. With the CPU's preset nothing is measured in `train`: that takes hours.
 SIZES = dict(  # noqa: C408
-    prompts=True, eval_every=0, eval_tasks=0, max_errors=10, minibatches=1, micro_tokens=8192,
-    share_prefix=True, checkpointing=True,
+    prompts=True, eval_every=0, eval_tasks=0, max_errors=10, minibatches=1, micro_tokens=8192, checkpointing=True,
 )  # fmt: skip
 ON_CPU = dict(  # noqa: C408
     tasks=2, group_size=4, slots=4, max_turns=12, max_new=128, user_max_new=96, max_len=8192, user_max_len=4096, test_tasks=0,
