@@ -24,7 +24,7 @@ smol: .venv/smol
 	$(PYTHON) -m venv .venv
 
 .venv/core: .venv/bin/python requirements.txt
-	@echo "Installing $(TORCH) and requirements.txt into .venv, once: some minutes, 1.3 GB (torch's CUDA build: several GB more)"
+	@echo "Installing $(TORCH) and requirements.txt into .venv, once: some minutes, 1.2 GB (torch's CUDA build: several GB more)"
 	$(PIP) install --quiet $(TORCH) -r requirements.txt
 	touch $@
 

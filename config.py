@@ -362,5 +362,9 @@ def parse(options, args: list[str], name: str, about: str | None = None):
         if stop.code in (0, None):
             raise
         text = " ".join(re.sub(r"[╭╮╰╯│─]", " ", error.getvalue()).split())
-        text = re.sub(r"^(Unrecognized options|Missing argument|Value error) | (Argument helptext:.* )?For full helptext,.*", "", text)
+        text = re.sub(
+            r"^(Unrecognized options|Missing argument|Value error) | (Argument helptext:.* )?For full helptext,.*",
+            "",
+            text,
+        )
         raise UserError(f"{text}; see: python mua_rl.py {name} --help") from None

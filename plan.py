@@ -200,12 +200,11 @@ def table(cfg, m: ModelConfig) -> str:
         f"{cfg.preset}: {cfg.model or 'from scratch'}, {millions:,.{0 if millions >= 10 else 1}f} M parameters, {cfg.dtype}"
     )
     trained = f"adapters of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
+    if cfg.lora_rank and cfg.sft_steps:
+        trained = f"all weights in the cold start, {trained} in reinforcement learning"
+    lines.append(f"  trained: {trained}")
     if cfg.sft_steps:
-        largest = "cold start" if n != phase(cfg, m) else "reinforcement learning"
-        lines.append(f"  trained: all weights in the cold start, {trained} in reinforcement learning")
-        lines.append(f"  the phase that needs more is the {largest}:".replace("the reinforcement", "reinforcement"))
-    else:
-        lines.append(f"  trained: {trained}")
+        lines.append(f"  most is needed in {'reinforcement learning' if n == phase(cfg, m) else 'the cold start'}:")
     lines += [f"  {name:12} {size(value)}" for name, value in vars(n).items()]
     lines.append(f"  {'total':12} {size(total)}, beyond Python and torch")
     if cfg.device == "cpu":
