@@ -5,7 +5,7 @@
         ↑ Wait(future): the scheduler decodes for the others until it is done
 
 Three kinds of trouble are kept apart. The network's is tried again, a bounded number of times; then the user has failed,
-and the episode counts for nothing. A broken contract (`contract_fault`) is answered with one reminder; then the same. A
+and the episode counts for nothing. A broken contract (`breach`) is answered with one reminder; then the same. A
 wrong key or address, or a spent budget, stops the run with one line.
 Left out: streaming, other APIs, pictures.
 """
@@ -307,9 +307,9 @@ class ApiUser(Contracted):
                 return None
             finally:
                 future.cancel()  # the conversation may have been closed; a finished future does not mind
-            if (fault := self.fault(answer, opening)) is None:
+            if (found := self.breach_in(answer, opening)) is None:
                 return answer
-            self.faults[fault[0]] += 1
-            reminder = "\n\n" + REMINDER.format(fault[1])
-        self.failure = f"broke its contract twice, at last so: {fault[0]}"
+            self.breaches[found[0]] += 1
+            reminder = "\n\n" + REMINDER.format(found[1])
+        self.failure = f"broke its contract twice, at last so: {found[0]}"
         return None

@@ -1,16 +1,16 @@
 """Chat: messages become tokens, each with a role, and sampled tokens become actions.
 
-One `Context` is one speaker's view of a conversation. It only ever grows, and every token in it says where it
-came from (`Role`); the loss mask is derived from the roles and kept nowhere else. What the model sampled is
-never decoded and encoded again: only new text is tokenised and appended.
+One `Context` is one speaker's view of a conversation. It only ever grows, and every token in it says where it came from
+(`Role`); the loss mask is derived from the roles and kept nowhere else. What the model sampled is never decoded and encoded
+again: only new text is tokenised and appended.
 
-Two tokenizers stand behind `Chat`: the model's own, and a twin without added tokens. Payload (what a user, a
-tool or a file says) goes through the twin, so no text can become a control token; only the template's own
-words, written in this file or in the model's chat template, are looked through for control tokens.
+Two tokenizers stand behind `Chat`: the model's own, and a twin without added tokens. Payload (what a user, a tool or a file
+says) goes through the twin, so no text can become a control token; only the template's own words, written in this file or in
+the model's chat template, are looked through for control tokens.
 
-Deliberately not here: images, and thinking mode. A template that rewrites history (hybrid Qwen3 drops the
-think blocks of earlier turns) is followed for each new message and not for old ones: the context stays
-append-only. That is the one difference from `apply_chat_template`, and `Chat.check` looks past it.
+Deliberately not here: images, and thinking mode. A template that rewrites history (hybrid Qwen3 drops the think blocks of
+earlier turns) is followed for each new message and not for old ones: the context stays append-only. That is the one
+difference from `apply_chat_template`, and `Chat.check` looks past it.
 """
 
 import functools
@@ -21,13 +21,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.sandbox
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 
 class UserError(Exception):
@@ -87,25 +86,22 @@ def parse(text: str, style: str = "hermes") -> Say | ToolCalls | Malformed:
 
     `style` is how the model writes calls: "hermes" in tags (Qwen and ourselves), "llama" bare. The rules, each of which
     has a test:
-    - `<think>…</think>` is removed, whatever it holds; a call in it is not a call. A `</think>` without its
-      opening (which may stand in the prompt) makes everything before it a thought. A `<think>` left open is
-      Malformed.
-    - Every `<tool_call>` is one item, in order, good or Malformed on its own. One left open is Malformed and
-      ends where the next one opens. A `</tool_call>` without its opening is a Malformed item.
-    - A call is one JSON object with `name` (a non-empty string) and `arguments`: an object, or a string that
-      holds one (decoded once), or nothing (`""`, null, absent), which means no arguments. Of other keys only
-      `id` and `type` are let through: `"parameters"` would otherwise be a call without arguments.
-    - Strict JSON: no NaN or infinities, no number beyond a finite double or a signed 64-bit integer, no key
-      twice, no nesting beyond MAX_DEPTH, no lone surrogates.
+    - `<think>…</think>` is removed, whatever it holds; a call in it is not a call. A `</think>` without its opening (which
+      may stand in the prompt) makes everything before it a thought. A `<think>` left open is Malformed.
+    - Every `<tool_call>` is one item, in order, good or Malformed on its own. One left open is Malformed and ends where the
+      next one opens. A `</tool_call>` without its opening is a Malformed item.
+    - A call is one JSON object with `name` (a non-empty string) and `arguments`: an object, or a string that holds one
+      (decoded once), or nothing (`""`, null, absent), which means no arguments. Of other keys only `id` and `type` are let
+      through: `"parameters"` would otherwise be a call without arguments.
+    - Strict JSON: no NaN or infinities, no number beyond a finite double or a signed 64-bit integer, no key twice, no
+      nesting beyond MAX_DEPTH, no lone surrogates.
     - A turn with nothing visible in it is Malformed.
     - Llama: a turn that begins with `{` or `[{`, perhaps behind `<|python_tag|>`, is calls and nothing else: JSON objects
       in a row or a list, with `parameters` in place of `arguments`.
     """
     if style == "llama":
         return _parse_bare(text)
-    calls: list[Call | Malformed] = []
-    prose: list[str] = []
-    at = 0
+    calls, prose, at = [], [], 0
     while tag := _TAG.search(text, at):
         prose.append(text[at : tag.start()])
         at = tag.end()
@@ -253,12 +249,11 @@ def turn_text(calls: Iterable[Call], text: str = "", style: str = "hermes") -> s
 
 
 class Context:
-    """One speaker's view of a conversation: tokens, their roles, the log-probs of the sampled ones. Append
-    only.
+    """One speaker's view of a conversation: tokens, their roles, the log-probs of the sampled ones. Append only.
 
-    `stream` is the key of this context's own sequence of uniforms, for instance (seed, step, task, member,
-    speaker): equal keys give equal numbers, whoever else is sampled beside it. `open_turn` is the index where
-    the turn now being sampled began, or None. `full`: the sampler ran out of room.
+    `stream` is the key of this context's own sequence of uniforms, for instance (seed, step, task, member, speaker): equal
+    keys give equal numbers, whoever else is sampled beside it. `open_turn` is the index where the turn now being sampled
+    began, or None. `full`: the sampler ran out of room.
     """
 
     def __init__(self, stream: tuple[int, ...]):
@@ -299,10 +294,8 @@ class Context:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a conversation yields: please sample `speaker`'s ("agent" or "user") next turn into `ctx`.
-
-    At most `max_new` tokens, the end token included.
-    """
+    """What a conversation yields: please sample `speaker`'s ("agent" or "user") next turn into `ctx`, of at most `max_new`
+    tokens, the end token included."""
 
     speaker: str
     ctx: Context
@@ -360,12 +353,11 @@ def render(template: str, messages: list[dict], tools=None, prompt: bool = False
 
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    # Sandboxed: a template is a file from outside. The settings and helpers are those every published
-    # one expects.
+    # Sandboxed: a template is a file from outside. The settings and helpers are those every published one expects.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = functools.partial(_tojson)  # jinja's own one escapes for HTML
+    environment.filters["tojson"] = _tojson  # jinja's own one escapes for HTML
     environment.globals["raise_exception"] = _raise_template_error
     return environment.from_string(template)
 
@@ -459,46 +451,6 @@ class Chat:
         blocks = (f"<tool_response>\n{r}\n</tool_response>" for r in results)
         return [{"role": "user", "content": "\n".join(blocks)}]
 
-    # ------------------------------------------------------------ folders
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "Chat":
-        """From tokenizer.json, tokenizer_config.json or chat_template.jinja; end tokens also from generation_config.json
-        and config.json."""
-        folder = Path(folder)
-        try:
-            tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{folder} has no tokenizer.json; give a folder that holds a whole model") from None
-        except Exception as error:  # tokenizers raises a bare Exception for bad content
-            raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}; copy it again") from None
-        config, generation = (_read_json(folder / f"{name}_config.json") for name in ("tokenizer", "generation"))
-        model = _read_json(folder / "config.json")
-        template = config.pop("chat_template", None)
-        try:
-            if (folder / "chat_template.jinja").exists():
-                template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-            if isinstance(template, list) and template:  # several named ones
-                template = {t["name"]: t["template"] for t in template}.get("default", template[0]["template"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{folder}: its chat template cannot be read ({error!r}); copy it again") from None
-        if not template or not isinstance(template, str):
-            raise UserError(f"{folder} has no chat template; give an instruct model, or add a chat_template.jinja")
-        named = [source.get("eos_token_id") for source in (generation, model)]  # an id, a list of them, or absent
-        ends = [i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
-        return cls(tokenizer, template, ends, config, generation)
-
-    def save(self, folder: str | Path) -> None:
-        """Writes what `load`, transformers' AutoTokenizer and vLLM read; all that was in the original stays in it."""
-        folder = Path(folder)
-        self.tokenizer.save(str(folder / "tokenizer.json"))
-        made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        made |= {"eos_token": self.end, "pad_token": self.end}
-        config = made | self.config | {"chat_template": self.template}
-        generation = self.generation | {"eos_token_id": sorted(self.end_ids)}
-        for name, value in (("tokenizer_config.json", config), ("generation_config.json", generation)):
-            (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
     # ------------------------------------------------------------ text and ids
 
     def encode(self, text: str) -> list[int]:
@@ -512,16 +464,13 @@ class Chat:
     def _tokens(self, segments: tuple[Segment, ...], control: re.Pattern | None = None) -> tuple[list, list]:
         """Ids and roles of adjoining segments.
 
-        Between two control tokens the text is tokenised in one piece, as it would be in a rendered
-        conversation: `"}` and the template's line break after it may share a token, which then counts as the
-        payload's.
+        Between two control tokens the text is tokenised in one piece, as it would be in a rendered conversation: `"}` and
+        the template's line break after it may share a token, which then counts as the payload's.
         """
         key = (segments, control)
         if key in self._cache:
             return self._cache[key]
-        ids: list[int] = []
-        roles: list[int] = []
-        run: list[tuple[str, Role]] = []
+        ids, roles, run = [], [], []
         for text, role, trusted in segments:
             at = 0
             for hit in (control or self._any_control).finditer(text) if trusted else ():
@@ -582,11 +531,10 @@ class Chat:
         return [{"role": "system", "content": system}] * (system is not None), tools or None
 
     def _guard(self, value: object) -> object:
-        """`value` with every control token in its strings replaced by a private-use character that stands for
-        it.
+        """`value` with every control token in its strings replaced by a private-use character that stands for it.
 
-        A template weaves prompt and tool list into words of its own, where control tokens are meant
-        (`<tool_call>` in Qwen3's instructions): afterwards the two could not be told apart.
+        A template weaves prompt and tool list into words of its own, where control tokens are meant (`<tool_call>` in
+        Qwen3's instructions): afterwards the two could not be told apart.
         """
         if isinstance(value, str):
             names = list(self._controls)
@@ -636,10 +584,8 @@ class Chat:
         ctx.open_turn = len(ctx.ids)
 
     def speak(self, ctx: Context, text: str) -> None:
-        """A demonstration of the open turn: `text` and the end token, role AGENT, log-prob nan.
-
-        Of the control tokens only `<tool_call>` and `</tool_call>` are meant as such.
-        """
+        """A demonstration of the open turn: `text` and the end token, role AGENT, log-prob nan. Of the control tokens only
+        `<tool_call>` and `</tool_call>` are meant as such."""
         assert ctx.open_turn == len(ctx.ids), "speak follows hear or observe"
         ids, roles = self._tokens(((text, Role.AGENT, True),), self._call_control)
         ctx.extend([*ids, self.end_id], [*roles, int(Role.AGENT)])
@@ -651,10 +597,8 @@ class Chat:
         return self.decode(turn[:-1] if turn and turn[-1] in self.end_ids else turn)
 
     def close(self, ctx: Context) -> None:
-        """Ends the open turn, if there is one, as the template would.
-
-        A sampled end token keeps its role AGENT. A turn cut short, or one ended by another stop token than
-        the template's, gets the template's end as TEMPLATE, which is never trained.
+        """Ends the open turn, if there is one, as the template would. A sampled end token keeps its role AGENT. A turn cut
+        short, or one ended by another stop token than the template's, gets the template's end as TEMPLATE, never trained.
         """
         if ctx.open_turn is not None and ctx.ids[ctx.open_turn :][-1:] != [self.end_id]:
             ctx.extend([self.end_id], Role.TEMPLATE)
@@ -667,11 +611,8 @@ class Chat:
     # ------------------------------------------------------------ does this model's template agree?
 
     def check(self, tools: list[dict] | None, system: str | None = "Be brief.") -> None:
-        """Compares a fixed conversation, message by message, with the model's own template.
-
-        Compared as text, and without empty think blocks (see the file's head). Raises UserError with the
-        place.
-        """
+        """Compares a fixed conversation, message by message, with the model's own template: as text, and without empty think
+        blocks (see the file's head). Raises UserError with the place."""
         calls = [Call("look", {"key": "a é"}), Call("look", {"n": [1, 2.5, True, None]})]
         calls, said = (calls[:1], "") if self.style == "llama" else (calls, "Let me look.")
         shown, results = turn_text(calls, said, self.style), ['{"found": 1}', "Error: none"][: len(calls)]
@@ -693,11 +634,11 @@ class Chat:
         self._compare(ctx, messages, native, "an answer and the next message")
 
     def _compare(self, ctx: Context, messages: list[dict], tools: list[dict] | None, after: str) -> None:
-        ours, theirs = self.decode(ctx.ids), self._render(messages, tools, prompt=True)
-        ours, theirs = (text.replace("<think>\n\n</think>\n\n", "") for text in (ours, theirs))
+        texts = self.decode(ctx.ids), self._render(messages, tools, prompt=True)
+        ours, theirs = (text.replace("<think>\n\n</think>\n\n", "") for text in texts)
         if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-            at = max(0, (min(len(ours), len(theirs)) if at is None else at) - 20)
+            differ = next(i for i in range(len(ours) + 1) if ours[: i + 1] != theirs[: i + 1])
+            at = max(0, differ - 20)
             raise UserError(
                 f"after {after} the chat template says {theirs[at : at + 60]!r} where this program writes "
                 f"{ours[at : at + 60]!r}; choose a model whose template only ever appends"
@@ -755,55 +696,3 @@ def parse_json(text: str | bytes, **how) -> object:
         return json.loads(text, **how)
     except RecursionError as error:
         raise ValueError(_short(error)) from None
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        value = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}; copy it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; copy it again")
-    return value
-
-
-# ---------------------------------------------------------------- a tokenizer for models trained from scratch
-
-CONTROLS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# What text is cut into before anything is counted. A small model must *copy* names, numbers and items between speech and
-# JSON, so a detail has to be the same tokens wherever it stands: a word takes the space behind it, never the one before;
-# a full stop stays apart; an order number is a letter and a number, two alphabets that can't be mixed up. JSON's scaffolding
-# (a call's head, the glue between fields) is one piece each, since there is nothing in it to decide.
-PIECES = (
-    r'\n?\{"name": "[a-z_]+", "arguments": \{(?:"[a-z_]+": ")?'
-    r'|[\[\]{}",: ]*"[a-z_]+": [\[{"]*|[\]}"]+(?:, ")?\n?'
-    r"|(?:system|user|assistant)\n|[A-Z][a-z]+(?: [a-z]+)?: |#[A-Z](?=\d)|\$?\d+|#+[A-Z]+#+"
-    r"| ?[A-Za-z_']+ ?|[.,:?!] ?|\s|."
-)
-
-
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on `texts`, in which every piece (see PIECES) seen twice is one token.
-
-    BPE reaches a long piece through many intermediate tokens that no text ever ends up with. They are dropped after
-    training, and `ignore_merges` looks whole pieces up: a piece that was never seen falls back to bytes, so any text can
-    be written and read back.
-    """
-    texts = list(texts)
-    pre = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    grown = Tokenizer(models.BPE())
-    grown.pre_tokenizer = pre
-    trainer = trainers.BpeTrainer(vocab_size=16384, min_frequency=2, show_progress=False, initial_alphabet=alphabet)
-    grown.train_from_iterator(texts, trainer)
-    used = {token for line in grown.encode_batch(texts) for token in line.tokens}
-    words = [*CONTROLS, *sorted(alphabet), *sorted(used - set(alphabet))]
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in CONTROLS])
-    return tokenizer

@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -22,9 +21,11 @@ import plan
 import report
 from api_user import Api
 from chat import Chat, UserError, parse_json
-from config import DOMAINS, PRESETS, Config, check_device, check_user, fitted, read_config
-from domains import simulations
+from config import PRESETS, Config, check_device, check_user, fitted, read_config
+from domains import absolute, find, simulations
 from evaluation import (
+    PHASE,
+    SPEAKER,
     Stage,
     check_room,
     check_split,
@@ -38,17 +39,19 @@ from evaluation import (
     split_size,
 )
 from grpo import advantages
+from model_files import load_chat, save_adapter, save_chat, save_model
 from rollout import Limits, Trajectory, converse, rollout
-from run import Progress, checkpoint_of, episode, load_state, sync, write_whole
+from run import Progress, checkpoint_of, episode, load_state, lock, sync, write_whole
+from tools import Domain
 from user_sim import STOP, Heard, parse_pool
-from weights import is_run, load_pretrained, other_users, smollm2, start_of_rl, trained_weights
+from weights import check_vocabulary, is_run, load_pretrained, other_users, smollm2, start_of_rl, trained_weights
 
 
 @dataclass(frozen=True)
 class Place:
     """Where and on what a run or a model is tried. What is left out is the run's own."""
 
-    domain: str | None = None  # shop, retail, airline or telecom
+    domain: str | None = None  # shop, retail, airline, telecom, or FILE.py
     data: str | None = None  # τ²-bench's data: a folder; TAU2_DATA_DIR by default
     task_set: str | None = None  # head, small (telecom), v0.2.0 or tau1
     seed: int | None = None  # of the tasks
@@ -102,19 +105,23 @@ class ShowOptions:
     episode: int | None = None  # which one; the last by default
 
 
-def opened(name: str, o: Place, pool: dict[str, float]) -> tuple[Config, Any, Chat, models.Decoder, dict]:
+UNTRAINED = {"prompts": True, "slots": 8, "sft_steps": 0, "max_len": 2800, "user_max_len": 2800}  # for a model
+
+
+def opened(name: str, o: Place, pool: dict[str, float]) -> tuple[Config, Domain, Chat, models.Decoder, dict]:
     """A run or model to talk with: config, domain, chat, policy, and the weights of users by sampler {name: (model, chat)}."""
     folder, run = Path(name), is_run(Path(name))
-    cfg = read_config(folder) if run else dataclasses.replace(PRESETS["smol"], prompts=True, slots=8, sft_steps=0)
+    cfg = read_config(folder) if run else dataclasses.replace(PRESETS["smol"], **UNTRAINED)
     check_device(o.device or "cpu")
     device = o.device or (cfg.device if torch.cuda.is_available() else "cpu")  # wherever the run was made
     cfg = dataclasses.replace(cfg, device=device)
     torch.set_num_threads(cfg.threads)
-    here = placed(cfg, o, run)
+    here = placed(cfg, o)
     check_user(dataclasses.replace(here, user=",".join(pool)) if pool else here)
     domain = make_domain(here)
     if run:
-        chat, policy = Chat.load(checkpoint_of(folder)), trained_weights(cfg, folder)
+        policy = trained_weights(cfg, folder)
+        chat = check_vocabulary(load_chat(checkpoint_of(folder)), policy, folder)
     else:
         chat, policy = load_pretrained(name, cfg)
     voices = other_users(pool, cfg, chat, policy)
@@ -123,17 +130,12 @@ def opened(name: str, o: Place, pool: dict[str, float]) -> tuple[Config, Any, Ch
     return here, domain, chat, policy, voices
 
 
-def placed(cfg: Config, o: Place, run: bool) -> Config:
+def placed(cfg: Config, o: Place) -> Config:
     """The settings of a trial: the run's, or a model's on that domain, and what was asked for."""
-    if (name := o.domain or cfg.domain) not in DOMAINS:
-        raise UserError(f"--domain {name}: choose one of {', '.join(DOMAINS)}")
-    if name != cfg.domain:
-        cfg = fitted(cfg, name) if name != "shop" else dataclasses.replace(cfg, domain=name)
-    elif not run:
-        cfg = dataclasses.replace(cfg, max_len=2800, user_max_len=2800)
-    if name != "shop":
-        cfg = dataclasses.replace(cfg, max_turns=100, max_errors=10, paper_split=False)
     given = {f.name: getattr(o, f.name) for f in dataclasses.fields(Config) if getattr(o, f.name, None) is not None}
+    if (name := absolute(given.pop("domain", cfg.domain))) != cfg.domain:
+        cfg = fitted(cfg, name)
+    cfg = dataclasses.replace(cfg, paper_split=False, **find(name).limits)
     for flag, value in given.items():
         if isinstance(value, int | float) and not 0 <= value < math.inf:
             raise UserError(f"--{flag.replace('_', '-')} {value}: give 0 or more")
@@ -156,11 +158,11 @@ def eval_command(name: str, o: EvalOptions) -> None:
     print(plan.summary(cfg, policy.cfg), file=sys.stderr)
     n, what = split_size(domain, o.split, o.n), settings(name, o, cfg, domain)
     records = Records(Path(o.out), what | {"n": n}) if o.out else None
-    null = null_baselines(domain, cfg.seed, split=o.split)
-    for agent, rate in null.items():
-        print(f"{agent:20} {rate:6.1%}   (scripted agent, no model)", flush=True)
     api = open_api(endpoint(cfg), records.user_tokens if records else 0)
     try:
+        null = null_baselines(domain, cfg.seed, split=o.split)
+        for agent, rate in null.items():
+            print(f"{agent:20} {rate:6.1%}   (scripted agent, no model)", flush=True)
         samplers = make_samplers(cfg, chat, policy, None, o.temperature, voices)
         stage = Stage(cfg, domain, chat, samplers, api, {k: its for k, (_, its) in voices.items() if k != "user"})
         result, groups = watched(stage, o, n, records)
@@ -174,10 +176,10 @@ def eval_command(name: str, o: EvalOptions) -> None:
         records.finish(domain, chat.style, result)
 
 
-def settings(name: str, o: EvalOptions, cfg: Config, domain: Any) -> dict:
+def settings(name: str, o: EvalOptions, cfg: Config, domain: Domain) -> dict:
     """What makes an evaluation this one: conversations of another can't stand beside its own."""
     step = load_state(checkpoint_of(Path(name))).step if is_run(Path(name)) else None
-    tasks = hashlib.sha256(json.dumps(domain.records).encode()).hexdigest()[:16] if hasattr(domain, "records") else None
+    tasks = hashlib.sha256(json.dumps(domain.records).encode()).hexdigest()[:16] if domain.records else None
     what = {"model": name, "model_step": step, "split": o.split, "tasks": tasks, "temperature": o.temperature}
     kept = (
         "domain task_set trials seed user user_url user_temperature max_turns max_errors max_new max_len user_max_new"
@@ -264,6 +266,7 @@ class Records:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(config, json.dumps(self.what, indent=1))
+        self.lock = lock(folder)
         self.rows = self.read()
 
     def read(self) -> list[dict]:
@@ -304,7 +307,7 @@ class Records:
             file.flush()
             os.fsync(file.fileno())
 
-    def finish(self, domain: Any, style: str, result: dict) -> None:
+    def finish(self, domain: Domain, style: str, result: dict) -> None:
         """results.json, the page, and the conversations in τ²-bench's format."""
         self.rows.sort(key=lambda row: (row["index"], row["member"]))
         for index in {row["index"] for row in self.rows}:
@@ -318,7 +321,7 @@ class Records:
         (self.folder / "episodes.jsonl.gz").unlink(missing_ok=True)
         report.append_episodes(self.folder / "episodes.jsonl.gz", self.rows)
         made = [self.folder / "results.json", report.html(self.folder)]
-        if hasattr(domain, "records"):
+        if domain.records:
             made.append(self.folder / "tau2.json")
             write_whole(made[-1], json.dumps(simulations.results(domain, self.rows, self.what, style), indent=1))
         sync(self.folder)
@@ -367,10 +370,10 @@ def chat_command(name: str, o: ChatOptions) -> None:
             line = report.painted(f"{who}> {text}", "soft" if who in ("call", "tool") else who, sys.stdout)
             print(line, flush=True)
 
-    key, limits = (cfg.seed, 9, index), Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3, cfg.max_errors)
+    key, limits = (cfg.seed, PHASE["chat"], index), Limits(cfg.max_turns, cfg.max_new, cfg.max_len, 3, cfg.max_errors)
     samplers = make_samplers(dataclasses.replace(cfg, slots=1), chat, policy, None, o.temperature, voices)
     player = Stage(cfg, domain, chat, samplers).player(task, "lm", key) if o.watch else Human()
-    [t] = rollout([converse(task, domain, player, chat, limits, (*key, 0), 0, show)], samplers)
+    [t] = rollout([converse(task, domain, player, chat, limits, (*key, SPEAKER["agent"]), 0, show)], samplers)
     print(f"exit: {t.exit}; reward: {t.reward}")
     print("\n".join(t.diff) or "the database is as it should be, and all was told")
 
@@ -401,12 +404,12 @@ def save_command(args: list[str]) -> None:
         if base.is_file() or (not cfg.sft_steps and is_run(base)):
             raise UserError(f"{name}: its base {base} is no folder that peft can open; add --merge")
         base = str(base.resolve()) if base.exists() else str(base)  # or a Hub name
-        models.save_adapter(policy, folder, base)
-        Chat.load(checkpoint_of(Path(name))).save(folder)
+        save_adapter(policy, folder, base)
+        save_chat(load_chat(checkpoint_of(Path(name))), folder)
     else:
         chat, policy = load_pretrained(name, cfg)
-        models.save(policy, folder)
-        chat.save(folder)
+        save_model(policy, folder)
+        save_chat(chat, folder)
     print(f"saved to {folder}")
 
 

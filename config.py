@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from chat import UserError
+from domains import absolute, find
 from run import checkpoint_of, from_json
 from user_sim import KINDS, parse_pool
 
@@ -24,13 +25,13 @@ class Config:
     seed: int = 0
     run: str = ""  # the run's folder; empty: the next free runs/PRESET-seedSEED
     resume: str = ""  # a run's folder: go on where it stopped
-    steps: int = 60  # reinforcement learning steps
+    steps: int = 50  # reinforcement learning steps
     minutes: float = 0.0  # time budget for the whole run; 0: none. Stops cleanly, and can be resumed
     threads: int = 2  # CPU threads
     device: str = "cpu"  # or cuda
     dtype: str = "fp32"  # of weights and activations: fp32 or bf16 (trained weights then have fp32 masters)
 
-    domain: str = "shop"  # or retail, airline, telecom: τ²-bench's (docs/evaluation.md)
+    domain: str = "shop"  # or retail, airline, telecom (docs/evaluation.md), or your own FILE.py (docs/domains.md)
     data: str = ""  # τ²-bench's data: a folder; empty: TAU2_DATA_DIR
     task_set: str = "head"  # which of its tasks: head, small (telecom), v0.2.0 or tau1
     paper_split: bool = False  # train on τ-bench v1's tasks, as the paper did: many are test tasks in other words
@@ -43,10 +44,10 @@ class Config:
     heads: int = 4
     kv_heads: int = 2
     mlp: int = 256
-    induction: bool = True  # write an induction head into the initial weights (see model.wire_induction)
+    induction: bool = True  # write an induction head into the initial weights (see new_model.wire_induction)
     prompts: bool = False  # policy and tool schemas in the agent's prompt (weights trained from scratch know them)
 
-    sft_steps: int = 640  # cold start: optimizer steps on fresh demonstrations
+    sft_steps: int = 560  # cold start: optimizer steps on fresh demonstrations
     sft_talks: int = 16  # demonstrations a step, each seen from both sides
     sft_lr: float = 0.02  # Muon, for matrices
     sft_lr_rest: float = 5e-3  # AdamW, for embeddings and norms
@@ -106,20 +107,24 @@ class Config:
     max_len: int = 384  # tokens of the agent's context
     user_max_len: int = 384  # tokens of the user's context
     slots: int = 160  # conversations at once
-    micro_tokens: int = 3072  # padded tokens in one forward and backward
-    share_prefix: bool = True  # what a batch's episodes have in common at their beginning is computed once
+    micro_tokens: int = 1024  # padded tokens in one forward and backward
+    share_prefix: bool = False  # compute once what a batch's episodes begin with in common; too dear for a tiny model
 
     eval_every: int = 10
     eval_tasks: int = 100  # during training
     test_tasks: int = 250  # before and after
     trials: int = 4  # conversations a task, after
 
+    def __post_init__(self):
+        object.__setattr__(self, "domain", absolute(self.domain))  # a resumed run finds it from anywhere
+
 
 GPU = dict(  # noqa: C408 (reads like Config)
     # not run on a GPU yet: what is in here comes from the paper and from `plan`'s arithmetic
     device="cuda", dtype="bf16", prompts=True, sft_steps=0, steps=100, tasks=16, group_size=8, lr=1e-6, warmup=5, kl=0.001,
     clip_high=0.2, minibatches=1, temperature=1.0, user_temperature=0.7, max_turns=30, max_new=512, user_max_new=256,
-    max_len=8192, user_max_len=4096, slots=24, micro_tokens=16384, checkpointing=True, eval_every=20, eval_tasks=50,
+    max_len=8192, user_max_len=4096, slots=24, micro_tokens=16384, share_prefix=True, checkpointing=True, eval_every=20,
+    eval_tasks=50,
 )  # fmt: skip
 
 
@@ -128,7 +133,7 @@ PRESETS = {
     "smol": Config(
         preset="smol", model="smollm2", dtype="bf16", lora_rank=16, sft_steps=80, sft_talks=6, sft_lr_rest=4e-4, steps=8,
         tasks=2, lr=2e-5, kl=0.001, minibatches=1, max_new=80, user_max_new=60, max_len=640, user_max_len=512, slots=32,
-        micro_tokens=2560, eval_every=0, eval_tasks=0, test_tasks=24, trials=1, save_seconds=120,
+        micro_tokens=2560, share_prefix=True, eval_every=0, eval_tasks=0, test_tasks=24, trials=1, save_seconds=120,
     ),
     "qwen3-0.6b": Config(preset="qwen3-0.6b", model="Qwen/Qwen3-0.6B", **GPU),
     "qwen3-4b": Config(preset="qwen3-4b", model="Qwen/Qwen3-4B", lora_rank=32, **GPU),
@@ -140,31 +145,18 @@ PRESETS = {
 }  # fmt: skip
 
 
-# What a domain of τ²-bench changes in a preset. Policy and tools take 3,800 to 7,400 tokens, there are no demonstrations to
-# start from, and no split to validate on. With the CPU's preset nothing is measured in `train`: that takes hours.
-TAU2 = dict(  # noqa: C408
-    prompts=True, sft_steps=0, eval_every=0, eval_tasks=0, max_errors=10, minibatches=1, micro_tokens=8192,
-    checkpointing=True,
-)  # fmt: skip
-TAU2_CPU = dict(  # noqa: C408
-    tasks=2, group_size=4, slots=4, max_turns=12, max_new=128, user_max_new=96, max_len=8192, user_max_len=4096, test_tasks=0,
-)  # fmt: skip
-TAU2_GPU = dict(  # noqa: C408
-    tasks=16, group_size=8, max_new=1024, max_len=16384, user_max_len=8192, slots=12, test_tasks=40, micro_tokens=16384,
-)  # fmt: skip
-TAU2_PAPER = dict(max_len=32768, user_max_len=16384, slots=8, test_tasks=40, micro_tokens=32768)  # noqa: C408
-DOMAINS = "shop", "retail", "airline", "telecom"
-
-
 def fitted(cfg: Config, domain: str) -> Config:
-    """A preset's values for a domain."""
-    if domain == "shop":
-        return cfg
-    size = TAU2_CPU if cfg.device == "cpu" else TAU2_PAPER if cfg.max_len > 16384 else TAU2_GPU
-    return dataclasses.replace(cfg, domain=domain, **TAU2 | size)
+    """A preset's values for a domain. Without demonstrations nothing can be learned by heart: policy and tools are shown."""
+    kind = find(domain)
+    untaught = {} if kind.demonstrator else {"sft_steps": 0, "prompts": True}
+    try:
+        return dataclasses.replace(cfg, domain=domain, **untaught | kind.sizes(cfg))
+    except TypeError as error:  # a value that Config has not got
+        raise UserError(f"--domain {domain}: its sizes() don't fit Config ({error})") from None
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+AT_ONCE = 10_000_000  # up to so many fp32 parameters a CPU trains on a micro-batch for each of its threads
 
 
 def check_config(cfg: Config) -> None:
@@ -213,21 +205,14 @@ def check_device(device: str) -> None:
 
 def check_domain(cfg: Config) -> None:
     """Refuses what a domain hasn't got. Raises UserError."""
-    if cfg.domain not in DOMAINS:
-        raise UserError(f"--domain {cfg.domain}: choose one of {', '.join(DOMAINS)}")
+    kind = find(cfg.domain)
     check_user(cfg)
-    if cfg.domain == "shop":
-        if cfg.paper_split:
-            raise UserError("--paper-split: the shop has none; add --domain retail or --domain airline")
-        return
-    if cfg.sft_steps:
+    if cfg.sft_steps and not kind.demonstrator:
         raise UserError(f"--sft-steps {cfg.sft_steps}: {cfg.domain} has no demonstrations to start from; give 0")
-    if not cfg.model:
+    if not cfg.model and not kind.demonstrator:
         raise UserError(f"--domain {cfg.domain}: it wants a model that can read; give --model or a preset such as smol")
-    if cfg.eval_every and cfg.eval_tasks:
-        raise UserError(f"--eval-every {cfg.eval_every}: {cfg.domain} has no validation split; give 0")
-    if cfg.paper_split and cfg.domain == "telecom":
-        raise UserError("--paper-split: the paper trained on retail and airline, not on telecom; leave it out")
+    if cfg.paper_split and not kind.paper_split:
+        raise UserError(f"--paper-split: the paper trained on retail and airline, not on {cfg.domain}; leave it out")
     if cfg.paper_split and cfg.task_set == "tau1":
         raise UserError(
             "--paper-split --task-set tau1: the split trains on tau1 anyway; --task-set is what it tests on"
@@ -236,12 +221,11 @@ def check_domain(cfg: Config) -> None:
 
 def check_user(cfg: Config) -> None:
     """Refuses users that there are none of. Raises UserError."""
-    scripts = parse_pool(cfg.user).keys() & {"scripted", "stranger"}
-    if scripts and cfg.domain != "shop":
-        others = ", ".join(kind for kind in KINDS if kind not in ("scripted", "stranger"))
-        raise UserError(
-            f"--user {cfg.user}: {cfg.domain} has no script for a {min(scripts)} user; choose among {others}"
-        )
+    missing = {"scripted", "stranger"} - set(find(cfg.domain).scripts)
+    if wanted := parse_pool(cfg.user).keys() & missing:
+        others = ", ".join(kind for kind in KINDS if kind not in missing)
+        none = f"{cfg.domain} has no script for a {min(wanted)} user"
+        raise UserError(f"--user {cfg.user}: {none}; choose among {others}")
 
 
 CHOICES = {
@@ -343,9 +327,7 @@ def default_config(args: list[str]) -> Config:
         return read_config(Path(resume))
     if (preset := value("--preset") or "tiny") not in PRESETS:
         raise UserError(f"--preset {preset}: choose one of {', '.join(PRESETS)}")
-    if (domain := value("--domain") or "shop") not in DOMAINS:
-        raise UserError(f"--domain {domain}: choose one of {', '.join(DOMAINS)}")
-    return fitted(PRESETS[preset], domain)
+    return fitted(PRESETS[preset], value("--domain") or "shop")
 
 
 def parse(options, args: list[str], name: str, about: str | None = None):

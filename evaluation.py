@@ -11,59 +11,67 @@ from typing import Any
 import numpy as np
 
 from api_user import Api, ApiUser, Endpoint
-from chat import Call, Chat, Role, UserError
+from chat import Chat, Role, UserError
 from config import Config
-from domains import shop
-from domains.airline import Airline
-from domains.retail import Retail
-from domains.tau2 import PaperSplit
-from domains.telecom import Telecom
+from domains import find
 from rollout import Limits, Sampler, Trajectory, converse, rollout
-from tools import FaultyTools, Task, play
+from tools import Domain, FaultyTools, Task, play
 from user_sim import (
-    GUIDE,
-    STOPS,
     UNJUDGED,
     ContractedModelUser,
+    Heard,
     ModelUser,
     ScriptedUser,
     choose,
+    departure,
     parse_pool,
-    user_fault,
 )
 
 
-def make_domain(cfg: Config) -> Any:
-    """The domain object (see tools.py). Errors: UserError, if τ²-bench's data is missing or damaged."""
-    if cfg.domain == "shop":
-        return shop.Shop(cfg.prompts, shop.Mix(cfg.two, cfg.forbidden, cfg.changed, cfg.slip))
-    domain = {"retail": Retail, "airline": Airline, "telecom": Telecom}[cfg.domain]
-    tested = domain(cfg.data or None, cfg.task_set)
-    return PaperSplit(domain(cfg.data or None, "tau1"), tested) if cfg.paper_split else tested
+def make_domain(cfg: Config) -> Domain:
+    """A run's domain. Errors: UserError, if it lacks what it must have, or τ²-bench's data is missing or damaged."""
+    domain = find(cfg.domain).from_config(cfg)
+    lacking = [part for part in ("name", "policy", "functions", "splits") if not hasattr(domain, part)]
+    if (domain.scripts or domain.meaning or domain.demonstrator) and not (domain.script and domain.scripts):
+        lacking += ["script, or does not name it in scripts"]
+    if lacking:
+        raise UserError(f"--domain {cfg.domain}: it has no {', '.join(lacking)}; see docs/domains.md")
+    return domain
 
 
-def check_split(domain: Any, split: str) -> None:
+def splits(domain: Domain) -> list[str]:
+    """The splits that have tasks."""
+    return [split for split, size in domain.splits.items() if size != 0]
+
+
+def check_split(domain: Domain, split: str) -> None:
     """Errors: UserError with the splits that there are."""
-    splits = [name for name, ids in domain.splits.items() if ids]
-    if split not in splits:
-        raise UserError(f"--split {split}: {domain.name} has no such tasks; choose one of {', '.join(splits)}")
+    if split not in splits(domain):
+        raise UserError(f"--split {split}: {domain.name} has no such tasks; choose one of {', '.join(splits(domain))}")
 
 
-def split_size(domain: Any, split: str, n: int | None) -> int:
-    """How many tasks to take: n, but no task twice where a split is a list. None: all of a list, 250 of the shop's."""
-    size = len(domain.splits[split]) if hasattr(domain, "ids") else n or 250
-    return min(n or size, size)
+def check_splits(cfg: Config, domain: Domain) -> None:
+    """Refuses to train, look and test on what is not there. Raises UserError."""
+    for split in ("train", "test") if cfg.test_tasks else ("train",):
+        check_split(domain, split)
+    if cfg.eval_every and cfg.eval_tasks and "val" not in splits(domain):
+        raise UserError(f"--eval-every {cfg.eval_every}: {domain.name} has no validation split; give 0")
 
 
-PHASE = {"rl": 0, "eval": 1}  # part of every stream's key, so that no two phases share random numbers
+def split_size(domain: Domain, split: str, n: int | None) -> int:
+    """How many tasks to take: n, but none twice. None: all that a split has, 250 where there is no end of them."""
+    size = domain.splits[split]
+    return n or 250 if size is None else min(n or size, size)
 
 
-def user_prompt(domain: Any, task: Task, trained: bool = True) -> str:
-    """The system prompt of a user played by a model. τ²-bench's says how to play it; the shop's is for weights that were
-    trained for the part (trained), others are told first.
-    """
-    guide = hasattr(domain, "prompts") and (domain.prompts or not trained)
-    return (GUIDE if guide else "") + domain.instruction(task)
+# Parts of every stream's key, (seed, phase, step, task, member, speaker): no two phases or speakers share random numbers.
+PHASE = {"rl": 0, "eval": 1, "chat": 9}
+SPEAKER = {"agent": 0, "user": 1}
+
+
+def user_prompt(domain: Domain, task: Task, trained: bool = True) -> str:
+    """The system prompt of a user played by a model. One that was not trained for the part is told first how to play it."""
+    return (domain.guide if domain.prompts or not trained else "") + domain.instruction(task)
 
 
 def endpoint(cfg: Config) -> Endpoint | None:
@@ -97,7 +105,7 @@ class Stage:
     """
 
     cfg: Config
-    domain: Any
+    domain: Domain
     chat: Chat
     samplers: dict[str, Sampler]
     api: Api | None = None
@@ -111,7 +119,7 @@ class Stage:
         limits = Limits(cfg.max_turns, cfg.max_new, cfg.max_len, max_malformed=3, max_errors=cfg.max_errors)
         domain = FaultyTools(self.domain, cfg.tool_faults, key) if cfg.tool_faults else self.domain
         self.began[index, member], player = time.time(), self.player(task, kind, key)
-        t = yield from converse(task, domain, player, self.chat, limits, (*key, 0), member)
+        t = yield from converse(task, domain, player, self.chat, limits, (*key, SPEAKER["agent"]), member)
         t.metrics["user"] = kind
         if player.ctx is not None:
             t.metrics["user_tokens"] = player.ctx.roles.count(Role.AGENT)
@@ -119,17 +127,16 @@ class Stage:
 
     def player(self, task: Task, kind: str, key: tuple[int, ...]) -> Any:
         """The user of one conversation."""
-        cfg, domain = self.cfg, self.domain
+        cfg, domain, stream = self.cfg, self.domain, (*key, SPEAKER["user"])
         if kind in ("scripted", "stranger"):
             return ScriptedUser(domain.script(task, random.Random(f"user {key}"), kind))
-        stops = getattr(domain, "stops", STOPS)
         if kind.startswith("openai:"):
-            return ApiUser(self.api, user_prompt(domain, task, trained=False), domain.greeting, (*key, 1), stops)
+            return ApiUser(self.api, user_prompt(domain, task, trained=False), domain.greeting, stream)
         speaker, chat = "user" if kind == "lm" else kind, self.chats.get(kind, self.chat)
-        words = chat, user_prompt(domain, task), domain.greeting, (*key, 1), cfg.user_max_new, speaker
-        if hasattr(domain, "meaning"):  # weights that were trained for the part, and an audit by the domain's script
+        words = chat, user_prompt(domain, task), domain.greeting, stream, cfg.user_max_new, speaker
+        if domain.demonstrator:  # weights that were trained for the part
             return ModelUser(*words)
-        return ContractedModelUser(*words, domain.user_tools or None, stops=stops)
+        return ContractedModelUser(*words, domain.user_tools or None)
 
     def play(
         self,
@@ -154,7 +161,7 @@ class Stage:
         return [[done[i, m] for m in range(members)] for i in range(len(tasks))]
 
 
-def check_room(cfg: Config, domain: Any, chat: Chat, positions: int) -> None:
+def check_room(cfg: Config, domain: Domain, chat: Chat, positions: int) -> None:
     """Refuses contexts longer than the model was made for, and such as the prompts alone fill. Raises UserError."""
     if max(cfg.max_len, cfg.user_max_len) > positions:
         raise UserError(
@@ -166,8 +173,8 @@ def check_room(cfg: Config, domain: Any, chat: Chat, positions: int) -> None:
         raise UserError(
             f"--max-len {cfg.max_len}: policy and tools take {prompt} tokens, --max-new {cfg.max_new}; give more"
         )
-    if hasattr(domain, "user_tools") and any(k in ("lm", "self") for k in parse_pool(cfg.user)):
-        task = domain.task("train" if domain.splits.get("train") else next(iter(domain.splits)), 0, 0)
+    if any(k in ("lm", "self") for k in parse_pool(cfg.user)):
+        task = domain.task(splits(domain)[0], 0, 0)
         prompt = len(chat.start(user_prompt(domain, task), domain.user_tools or None, (0,)).ids)
         if prompt + cfg.user_max_new > cfg.user_max_len:
             raise UserError(
@@ -185,10 +192,6 @@ def make_samplers(
     samplers = {"agent": Sampler(policy, chat.end_ids, cfg.slots, cfg.max_len, temperature)}
     voices = ({"user": (user, chat)} if user is not None else {}) | (users or {})
     for name, (model, its) in voices.items():
-        if cfg.user_max_len > model.cfg.max_position_embeddings:
-            raise UserError(
-                f"--user-max-len {cfg.user_max_len}: {name} has {model.cfg.max_position_embeddings} positions"
-            )
         samplers[name] = Sampler(model, its.end_ids, cfg.slots, cfg.user_max_len, cfg.user_temperature)
     return samplers
 
@@ -216,7 +219,7 @@ def interval(task_means: Sequence[float], seed: int = 0, draws: int = 2000) -> t
 def scores(groups: list[list[Trajectory]]) -> dict:
     """Success (mean over tasks), its interval, and pass^k over the `pass_k_tasks` tasks with at least k trials.
 
-    Conversations without a reward (the user simulator failed) are left out of all three, so how many were planned, how
+    Conversations without a reward (the user failed) are left out of all three, so how many were planned, how
     many counted (`n`), and which tasks have no result at all belong to the numbers.
     """
     everyone = [[t.reward for t in g if t.reward is not None] for g in groups]
@@ -250,22 +253,25 @@ def evaluate(
     return result | user_faults(stage.domain, tasks, groups), groups
 
 
-def user_faults(domain: Any, tasks: list[Task], groups: list[list[Trajectory]]) -> dict:
+def user_faults(domain: Domain, tasks: list[Task], groups: list[list[Trajectory]]) -> dict:
     """The faults of users played by models (`fault_shares`), {} if none was."""
     talks = [(task, t) for task, g in zip(tasks, groups, strict=True) for t in g]
     played = [(task, t) for task, t in talks if t.metrics.get("user") not in ("scripted", "stranger")]
     return fault_shares([fault_of(domain, task, t) for task, t in played]) if played else {}
 
 
-def fault_of(domain, task: Task, t: Trajectory) -> str | None:
-    """The user's first fault in a conversation, by kind, None, or UNJUDGED: what the domain's script would not have said
-    (`user_sim.user_fault`), or, where there is no script, what breaks the contract of any user (`contract_fault`).
+def fault_of(domain: Domain, task: Task, t: Trajectory) -> str | None:
+    """The user's first fault in a conversation, by kind, None, or UNJUDGED: of a user whose answers are looked at a breach
+    of its contract (`user_sim.breach`), of one that was trained for the part a departure from the domain's script
+    (`user_sim.departure`).
     """
-    if hasattr(domain, "meaning") and "user_faults" not in t.metrics:
+    if "user_breaches" in t.metrics:
+        fault = next(iter(t.metrics["user_breaches"]), None)
+    elif domain.meaning:
         said = {who: [turn["text"] for turn in t.turns if turn["role"] == who] for who in ("agent", "user")}
-        fault = user_fault(domain, task, said["agent"], said["user"])
+        fault = departure(domain, task, said["agent"], said["user"])
     else:
-        fault = next(iter(t.metrics.get("user_faults", ())), None)
+        fault = UNJUDGED
     return "failed" if fault in (None, UNJUDGED) and t.exit == "user_failed" else fault
 
 
@@ -282,32 +288,31 @@ def fault_shares(faults: list[str | None]) -> dict:
     }
 
 
-def null_baselines(domain: Any, seed: int, n: int = 500, split: str = "test") -> dict[str, float]:
-    """Success of agents that no one would want: what a reward is worth without skill. In the shop they talk with the
-    scripted user; elsewhere they do all they do before the user says a word, on each task of the split.
+class Silent:
+    """Nobody: whom null baselines talk with where there is no script."""
+
+    def begin(self) -> Heard:
+        return Heard("")
+
+    def answer(self, text: str) -> Heard:
+        return Heard("")
+
+
+def null_baselines(domain: Domain, seed: int, n: int = 500, split: str = "") -> dict[str, float]:
+    """Success of the domain's `baselines`: what a reward is worth without skill. On all tasks of a split, on n where there
+    is no end of them. split: by default "test", or "train" where there is none.
     """
-    if hasattr(domain, "ids"):
-        tasks = [domain.task(split, seed, i) for i in range(len(domain.ids(split)))]
-        at_once = {"do_nothing": (), "transfer": (Call("transfer_to_human_agents", {"summary": ""}),)}
-        return {name: sum(verdict(domain, t, calls) for t in tasks) / len(tasks) for name, calls in at_once.items()}
+    split = split or ("test" if "test" in splits(domain) else "train")
     rates = {}
-    for name, agent in shop.BASELINES.items():
-        won = 0.0
-        for i in range(n):
-            task, rng = domain.task("test", seed, i), random.Random(f"baseline {seed} {i}")
+    for name, agent in domain.baselines.items():
+        won, size = 0.0, domain.splits[split] or n
+        for i in range(size):
+            task, rng = domain.task(split, seed, i), random.Random(f"baseline {seed} {i}")
             world = domain.world(task)
-            play(agent(rng), domain.script(task, rng), world)
+            play(agent(rng), domain.script(task, rng) if domain.script else Silent(), world)
             won += world.reward().value
-        rates[name] = won / n
+        rates[name] = won / size
     return rates
-
-
-def verdict(domain: Any, task: Task, calls: Sequence[Call]) -> float:
-    """The reward of an agent that makes these calls and says nothing."""
-    world = domain.world(task)
-    for call in calls:
-        world.call(call.name, call.arguments)
-    return world.reward().value
 
 
 def percent(value: float | None) -> str:

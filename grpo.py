@@ -12,18 +12,21 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 import model as models
 from chat import Context, Role, UserError
-from config import Config
+from config import AT_ONCE, Config
 from kernels.logprob import linear_logprob
 from rollout import EXITS, Trajectory
 
@@ -40,7 +43,9 @@ class Batch:
     sampled: Tensor  # [N] the sampler's log-prob of the target; nan for demonstrations
     advantage: Tensor  # [N] A of the target's trajectory, or turn
     weight: Tensor  # [N] the target's share in the mean over the minibatch
-    old: Tensor | None = None  # [N] log π_old of the target; None: the sampler's is taken for it
+    old: Tensor | None = (
+        None  # [N] log π_old of the target; None, as always without --tis: the sampler's is taken for it
+    )
     ref: Tensor | None = None  # [N] log π_ref of the target; None: no KL term
     shared: int = 0  # tokens that all rows begin with in common, and that are computed once
 
@@ -135,7 +140,7 @@ def advantages(rewards: Sequence[float | None], kind: str = "grpo", eps: float =
     dr_grpo  A_j = r_j − r̄                                                  arXiv 2503.20783 §3.2
     rloo     A_j = r_j − mean of the other rewards = (r_j − r̄) · n/(n − 1)   arXiv 2402.14740
 
-    A member without a reward (None: the user simulator failed) takes no part and gets 0. A group whose rewards are all
+    A member without a reward (None: its user failed) takes no part and gets 0. A group whose rewards are all
     equal, but for rounding (1e-6), teaches nothing: all 0.
     """
     known = [r for r in rewards if r is not None]
@@ -240,6 +245,49 @@ def row_mean(x: Tensor, row: Tensor) -> Tensor:
     return (total.index_add(0, row, x) / total.index_add(0, row, torch.ones_like(x)))[row]
 
 
+def each(work: Callable[[Batch], Any], batches: list[Batch], policy: models.Decoder) -> Iterator:
+    """work(batch) for each, in their order; with a small model on a CPU several at once."""
+    if (n := at_once(batches, policy)) == 1:
+        yield from map(work, batches)
+    else:
+        with ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) as pool:  # a thread's own setting
+            yield from pool.map(work, batches)
+
+
+def at_once(batches: list[Batch], policy: models.Decoder) -> int:
+    """With a small model on a CPU as many micro-batches as torch has threads, each on one core: such a model's operations
+    are too short to be worth sharing among cores, its batches are not. What comes out is the same for any number.
+    """
+    small = sum(p.numel() for p in policy.parameters()) <= AT_ONCE
+    plain = torch.finfo(policy.head.dtype).bits >= 32 and not policy.head.is_cuda  # no masters that collect gradients
+    return max(1, min(torch.get_num_threads(), len(batches))) if small and plain else 1
+
+
+def backward(loss_of: Callable[[Batch], tuple[Tensor, Any]], batches: list[Batch], policy: models.Decoder) -> list:
+    """Adds the gradient of every batch's loss to the parameters' .grad. loss_of(batch) → (loss, more); returns the mores.
+
+    Batches at once must not add to one .grad as they finish: it would be another sum each time.
+    """
+    if at_once(batches, policy) == 1:
+        out = []
+        for batch in batches:
+            loss, more = loss_of(batch)
+            loss.backward()
+            out.append(more)
+        return out
+    out, trained = [], [p for p in policy.parameters() if p.requires_grad]
+
+    def gradients(batch: Batch) -> tuple[tuple[Tensor, ...], Any]:
+        loss, more = loss_of(batch)
+        return torch.autograd.grad(loss, trained), more
+
+    for found, more in each(gradients, batches, policy):
+        for p, gradient in zip(trained, found, strict=True):
+            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        out.append(more)
+    return out
+
+
 @dataclass
 class Guard:
     """Lets an update pass only if its loss and gradient are finite. One that does not pass is skipped, and its batches
@@ -258,7 +306,10 @@ class Guard:
         self.folder.mkdir(exist_ok=True)
         values = {f"{i}.{k}": v for i, b in enumerate(batches) for k, v in vars(b).items() if v is not None}
         tensors = {name: torch.as_tensor(v) for name, v in values.items()}
-        save_file(tensors, self.folder / f"{name}.safetensors")
+        try:
+            save_file(tensors, self.folder / f"{name}.safetensors")
+        except SafetensorError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error}); make room, then use --resume") from None
         if self.in_a_row >= self.limit:
             raise UserError(
                 f"{name}: loss {loss:.3g}, gradient norm {norm:.3g}, not finite {self.in_a_row} times in a row; look at "
@@ -280,22 +331,24 @@ def update(
         trajectories, A = zip(*part, strict=True)
         weights = token_weights(trajectories, cfg)
         parts.append(micro_batches(trajectories, A, cfg.micro_tokens, weights, cfg.share_prefix))
-    with clock("reference"), torch.no_grad():  # what stays as it is while π_θ moves
-        fixed = lambda model, b: logprobs(model, b, cfg.temperature)[0]
+    with clock("reference"):  # what stays as it is while π_θ moves
+        fixed = torch.no_grad()(lambda model, b: logprobs(model, b, cfg.temperature)[0])
         if cfg.kl:
-            parts = [[dataclasses.replace(b, ref=fixed(reference, b)) for b in part] for part in parts]
+            ref = lambda b: dataclasses.replace(b, ref=fixed(reference, b))
+            parts = [list(each(ref, part, policy)) for part in parts]
         if cfg.tis:
-            parts = [[dataclasses.replace(b, old=fixed(policy, b)) for b in part] for part in parts]
+            old = lambda b: dataclasses.replace(b, old=fixed(policy, b))
+            parts = [list(each(old, part, policy)) for part in parts]
+
+    def loss_of(batch: Batch) -> tuple[Tensor, dict]:
+        logp, entropy = logprobs(policy, batch, cfg.temperature)
+        loss, stats = grpo_loss(logp, batch, cfg)
+        return loss, stats | {"entropy": entropy.sum(), "tokens": len(logp)}
+
     seen, first, norms = [], [], []  # what is logged: of the batches that taught; of the first minibatch, taught or not
     for k, part in enumerate(parts * cfg.epochs):
-        new = []
         with clock("training"):
-            for batch in part:
-                logp, entropy = logprobs(policy, batch, cfg.temperature)
-                loss, stats = grpo_loss(logp, batch, cfg)
-                loss.backward()
-                stats |= {"entropy": entropy.sum(), "tokens": len(logp)}
-                new.append({name: float(value) for name, value in stats.items()})
+            new = [{name: float(x) for name, x in stats.items()} for stats in backward(loss_of, part, policy)]
             norm = float(torch.nn.utils.clip_grad_norm_(trained_by(optimizer), cfg.grad_clip))
             if guard.passes(sum(s["loss"] for s in new), norm, part, f"step{step}-update{k}"):
                 optimizer.step()

@@ -1,51 +1,23 @@
-"""The decoder: one transformer for Qwen3, Qwen2/2.5 and Llama/SmolLM2 weights, its KV cache, LoRA, loading and saving.
+"""The decoder: one transformer for Qwen3, Qwen2/2.5 and Llama/SmolLM2 weights, its KV cache, and LoRA.
 
-Parameter names are Hugging Face's, so a checkpoint written here opens in `transformers` and the other way round.
-Left out on purpose: sliding windows, mixtures of experts, RoPE kinds beyond default/linear/llama3/yarn. A checkpoint that
-needs one of them is refused with a `UserError`, never run wrongly.
+Parameter names are Hugging Face's. Left out on purpose: sliding windows, mixtures of experts, RoPE kinds beyond
+default/linear/llama3/yarn (model_files.py refuses a checkpoint that needs one of them).
 """
 
-import json
 import math
-import os
-import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from tokenizers import Regex, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from chat import UserError, parse_json
 
 try:  # an extra, for NVIDIA GPUs only; without it torch's own attention does the same
     import flash_attn
 except ImportError:
     flash_attn = None
 
-# What `transformers` assumes for a key that config.json leaves out differs by architecture. None: derived from other keys.
-QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
-LLAMA = {"num_key_value_heads": None, "max_position_embeddings": 2048, "head_dim": None}
-FAMILIES = {
-    "qwen3": {"absent": QWEN | {"head_dim": 128}, "qk_norm": True, "qkv_bias": False, "class": "Qwen3ForCausalLM"},
-    "qwen2": {"absent": QWEN | {"head_dim": None}, "qk_norm": False, "qkv_bias": True, "class": "Qwen2ForCausalLM"},
-    "llama": {"absent": LLAMA, "qk_norm": False, "qkv_bias": False, "class": "LlamaForCausalLM"},
-}
-ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")  # yarn's
 
-
-# ---------------------------------------------------------------------------------------------------- configuration
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder. Field names are those of Hugging Face's config.json, but for `qk_norm` (Qwen3's norm)."""
@@ -66,133 +38,6 @@ class ModelConfig:
     qk_norm: bool = False
     max_position_embeddings: int = 2048
 
-    def __post_init__(self):
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UserError(
-                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
-                f"{self.num_key_value_heads}; correct config.json"
-            )
-        if self.head_dim % 2:
-            raise UserError(f"head_dim = {self.head_dim} is odd, RoPE turns pairs; use an even one")
-        _check_rope({"rope_type": "default"} | (self.rope_scaling or {}))
-
-    @classmethod
-    def from_hf(cls, hf: dict) -> "ModelConfig":
-        """From the dict in a config.json, written by transformers 4 or 5. Raises UserError for what we can't run."""
-        kind = hf.get("model_type")
-        if kind not in list(FAMILIES):  # a list: what stands in a file need not be hashable
-            raise UserError(f"architecture {kind!r} is not supported; use one of {', '.join(FAMILIES)}")
-        family = FAMILIES[kind]
-        _refuse_unsupported(hf)
-        theta, scaling = _rope_from_hf(hf)
-        size = {key: _positive(hf, key) for key in SIZES}
-        derived = {
-            "num_key_value_heads": size["num_attention_heads"],
-            "head_dim": size["hidden_size"] // size["num_attention_heads"],
-        }
-        hf = {"rms_norm_eps": 1e-6} | family["absent"] | hf
-        hf |= {key: value for key, value in derived.items() if hf[key] is None}
-        return cls(
-            model_type=kind,
-            **size,
-            **{key: _positive(hf, key) for key in (*derived, "max_position_embeddings")},
-            rms_norm_eps=float(_number(hf, "rms_norm_eps")),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            attention_bias=bool(hf.get("attention_bias", False)) or family["qkv_bias"],
-            qk_norm=family["qk_norm"],
-        )
-
-    def to_hf(self) -> dict:
-        """The dict for config.json. RoPE is spelled twice, so that transformers 4 and 5 both read it."""
-        out = {key: getattr(self, key) for key in SIZES}
-        out |= {
-            "architectures": [FAMILIES[self.model_type]["class"]],
-            "model_type": self.model_type,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": self.rope_scaling,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self.rope_theta,
-                **(self.rope_scaling or {}),
-            },
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "max_position_embeddings": self.max_position_embeddings,
-        }
-        if self.model_type != "qwen2":  # Qwen2's biases are not an option there
-            out["attention_bias"] = self.attention_bias
-        return out
-
-
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-LIMITS = {"num_hidden_layers": 10_000}  # beyond which a number in a file is a mistake; others: 2^24, of positions too
-
-
-def _positive(hf: dict, key: str) -> int:
-    value = hf.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LIMITS.get(key, 2**24):
-        raise UserError(f"{key} = {value!r:.40} is not a positive whole number of a model's size; correct it")
-    return value
-
-
-def _number(hf: dict, key: str) -> float:
-    value = hf.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-        raise UserError(f"{key} = {value!r} is not a positive number; correct it")
-    return value
-
-
-def _refuse_unsupported(hf: dict) -> None:
-    """Anything that would change the arithmetic and that we don't have must stop us, not be skipped."""
-    windowed = hf.get("use_sliding_window", hf["model_type"] == "llama") and hf.get("sliding_window")
-    kinds = hf.get("layer_types") or []
-    if windowed or not isinstance(kinds, list) or any("full" not in str(kind) for kind in kinds):
-        raise UserError(
-            f"sliding-window attention (sliding_window = {hf.get('sliding_window')!r}) is not supported; "
-            "use a checkpoint with full attention in every layer"
-        )
-    for key, wanted in {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}.items():
-        if hf.get(key, wanted) != wanted:
-            raise UserError(f"{key} = {hf[key]!r} is not supported; use a checkpoint where it is {wanted!r}")
-
-
-def _check_rope(scaling: dict) -> None:
-    """Refuses what `rope_frequencies` and `rope_magnitude` can't compute with. Raises UserError."""
-    kind = scaling["rope_type"]
-    if kind not in list(ROPE_KEYS):  # a list: what stands in a file need not be hashable
-        raise UserError(f"RoPE kind {kind!r} is not supported; use a checkpoint with one of {', '.join(ROPE_KEYS)}")
-    optional = [key for key in ROPE_OPTIONAL if kind == "yarn" and scaling.get(key)]  # 0 and null: not given
-    for key in (*ROPE_KEYS[kind], *optional):
-        try:
-            _number(scaling, key)
-        except UserError as error:
-            raise UserError(f"RoPE kind {kind!r} needs a number for {key}: {error}") from None
-    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise UserError("RoPE kind 'llama3' needs low_freq_factor below high_freq_factor; correct config.json")
-
-
-def _rope_from_hf(hf: dict) -> tuple[float, dict | None]:
-    """(theta, scaling or None). transformers 4: `rope_theta` beside `rope_scaling`; 5: both in `rope_parameters`."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(f"rope_parameters = {rope!r} is not supported; use a checkpoint with one RoPE for all layers")
-    rope = dict(rope)
-    theta = _number({"rope_theta": rope.pop("rope_theta", hf.get("rope_theta", 10000.0))}, "rope_theta")
-    if (part := rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UserError(f"partial_rotary_factor = {part!r} is not supported; use a checkpoint where it is 1")
-    kind = rope.pop("type", None)  # the spelling of old checkpoints
-    rope.setdefault("rope_type", kind or "default")
-    if rope["rope_type"] == "yarn" and hf.get("max_position_embeddings"):
-        rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-    return float(theta), (None if rope["rope_type"] == "default" else rope)
-
 
 # ---------------------------------------------------------------------------------------------------- the decoder
 def rope_frequencies(cfg: ModelConfig) -> Tensor:
@@ -212,9 +57,8 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
         return (1 - keep) * freq / scaling["factor"] + keep * freq
     if scaling["rope_type"] == "yarn":
         D, span = cfg.head_dim, scaling["original_max_position_embeddings"]
-        pair = lambda turns: (
-            D * math.log(span / (turns * 2 * math.pi)) / (2 * math.log(cfg.rope_theta))
-        )  # turns so often
+        # The number of the pair that turns so often within the old context.
+        pair = lambda turns: D * math.log(span / (turns * 2 * math.pi)) / (2 * math.log(cfg.rope_theta))
         first, last = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
         if scaling.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
@@ -294,12 +138,8 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            cfg.num_attention_heads,
-            cfg.num_key_value_heads,
-            cfg.head_dim,
-        )
-        size, bias = cfg.hidden_size, cfg.attention_bias
+        self.heads, self.kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
+        self.head_dim, size, bias = cfg.head_dim, cfg.hidden_size, cfg.attention_bias
         self.q_proj = Linear(size, self.heads * self.head_dim, bias=bias)
         self.k_proj = Linear(size, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = Linear(size, self.kv_heads * self.head_dim, bias=bias)
@@ -550,7 +390,7 @@ class KVCache:
         shape = (cfg.num_hidden_layers, slots, cfg.num_key_value_heads, max_len + 1, cfg.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: a masked NaN would still be a NaN
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.slots, self.max_len, self.dtype = slots, max_len, dtype
+        self.max_len = max_len
 
     def copy(self, source: int, targets: Tensor, length: int) -> None:
         """Give the slots `targets` the first `length` positions of slot `source` (a shared prompt, prefilled once)."""
@@ -632,375 +472,3 @@ class Base:
             return compute(*args, **options)
         finally:
             self.model.lora.on = True
-
-
-ADAPTER = "base_model.model.{}.lora_{}.weight"  # PEFT's name of a tensor
-
-
-def save_adapter(model: Decoder, folder, base: str) -> None:
-    """Write the adapters as `peft` reads them. `base`: where the frozen weights are to be had."""
-    tensors = {}
-    for name, layer in linears(model):
-        tensors |= {ADAPTER.format(name, "A"): layer.lora_A.detach(), ADAPTER.format(name, "B"): layer.lora_B.detach()}
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
-        "r": model.lora.rank, "lora_alpha": model.lora.alpha, "lora_dropout": 0.0, "inference_mode": True,
-        "target_modules": sorted({name.rpartition(".")[2] for name, _ in linears(model)}),
-    }  # fmt: skip
-    write_tensors(Path(folder), "adapter_model.safetensors", tensors, "adapter_config.json", config)
-
-
-# Fields of PEFT's LoraConfig that change nothing in how an adapter is applied, or that `load_adapter` follows; and those of
-# which it knows some values (EVA and the like only choose where A and B start). Any other field that is set is a variant.
-LORA_FIELDS = set(
-    "r lora_alpha lora_dropout target_modules exclude_modules base_model_name_or_path task_type inference_mode revision "
-    "peft_version auto_mapping runtime_config megatron_core qalora_group_size eva_config".split()
-)
-LORA_VALUES = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
-}
-
-
-def _lora_of(config: dict, where: Path) -> tuple[int, float]:
-    """(r, α) of an adapter_config.json. Raises UserError for whatever would make it more than x Wᵀ + (α/r) · x Aᵀ Bᵀ."""
-    for key, value in config.items():
-        if value not in LORA_VALUES[key] if key in LORA_VALUES else value and key not in LORA_FIELDS:
-            raise UserError(
-                f"{where}: {key} = {value!r} is not supported; merge the adapter into its weights with peft"
-            )
-    try:
-        return _positive(config, "r"), _number(config, "lora_alpha")
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-@torch.no_grad()
-def load_adapter(model: Decoder, folder) -> None:
-    """Give `model` the adapters in a folder. Raises UserError if they are cut, another model's, or of a kind we don't have."""
-    folder = Path(folder)
-    rank, alpha = _lora_of(_read_json(folder / "adapter_config.json"), folder / "adapter_config.json")
-    tensors = dict(_tensors_in(folder / "adapter_model.safetensors"))
-    add_lora(model, rank, alpha)
-    for name, layer in linears(model):
-        for letter, p in (("A", layer.lora_A), ("B", layer.lora_B)):
-            found = tensors.pop(ADAPTER.format(name, letter), None)
-            if found is None or found.shape != p.shape:
-                raise UserError(
-                    f"{folder}: no adapter {letter} of shape {list(p.shape)} for {name}; it is another model's, or not on "
-                    "every linear layer"
-                )
-            p.copy_(found)
-    if tensors:
-        raise UserError(
-            f"{folder}: an adapter for {min(tensors)}, which this model does not have; it is another model's"
-        )
-
-
-# ---------------------------------------------------------------------------------------------------- loading, saving
-def load(folder, dtype=torch.float32, device="cpu") -> Decoder:
-    """A Hugging Face folder (config.json, model.safetensors or its shards and index) → Decoder.
-
-    Files are mapped, not read: at most one copy of the weights is in memory, and one shard more while it is converted.
-    Raises UserError when the folder is no such thing, the architecture is not ours, or weights and config disagree.
-    Weights in pickle files are never opened: a pickle can run any code.
-    """
-    folder = Path(folder)
-    cfg = read_config(folder)
-    tensors = (pair for name in _weight_files(folder) for pair in _tensors_in(folder / name))
-    return from_tensors(cfg, ((name, t.to(device, dtype)) for name, t in tensors), str(folder))
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """The shape in a folder's config.json."""
-    try:
-        return ModelConfig.from_hf(_read_json(folder / "config.json"))
-    except UserError as error:
-        place = str(folder / "config.json")
-        raise error if place in str(error) else UserError(f"{place}: {error}") from None
-
-
-def from_tensors(cfg: ModelConfig, tensors: Iterable[tuple[str, Tensor]], where: str) -> Decoder:
-    """A Decoder that holds exactly these named tensors. Raises UserError for a missing, surplus or misshapen one."""
-    with torch.device("meta"):  # no time and memory for weights that are about to be replaced
-        model = Decoder(cfg)
-    wanted = {name: p.shape for name, p in model.named_parameters()}
-    missing, surplus = set(wanted), []
-    for name, tensor in tensors:
-        if name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight"):
-            continue  # old Llama files hold the first, some files hold the tied matrix twice
-        if name not in wanted:
-            surplus.append(name)
-        elif tensor.shape != wanted[name]:
-            raise UserError(
-                f"{where}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}; "
-                "use the config.json that belongs to these weights"
-            )
-        else:
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
-            missing.discard(name)
-    if missing:
-        raise UserError(
-            f"{where}: tensor {min(missing)} is missing; get the whole checkpoint, or correct its config.json"
-        )
-    if surplus:
-        raise UserError(
-            f"{where}: {len(surplus)} tensors have no place in a {cfg.model_type} decoder, the first is {min(surplus)}; "
-            "use the config.json that belongs to these weights"
-        )
-    return model
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        value = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give a folder that holds a Hugging Face checkpoint") from None
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path} can't be read as JSON ({e}); restore the file") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; restore the file")
-    return value
-
-
-def _weight_files(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    if index.is_file():
-        return _shards(index)
-    if pickles := sorted(p.name for ext in ("bin", "pt", "pth", "ckpt") for p in folder.glob(f"*.{ext}")):
-        raise UserError(f"{folder} holds its weights only as a pickle ({pickles[0]}); convert it to safetensors first")
-    raise UserError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json; get the weights")
-
-
-def _shards(index: Path) -> list[str]:
-    """File names in an index. A name with a folder in it could reach outside the checkpoint: refused."""
-    names = _read_json(index).get("weight_map")
-    names = sorted({str(n) for n in names.values()}) if isinstance(names, dict) else []
-    if not names or any(Path(n).name != n for n in names):
-        raise UserError(f"{index} has no usable weight_map; restore the file")
-    return names
-
-
-def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of one safetensors file, mapped into memory one by one."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, file.get_tensor(name)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist, but is needed; get the whole checkpoint") from None
-    except (OSError, SafetensorError) as e:
-        raise UserError(f"{path} is cut or damaged ({e}); get the file again") from None
-
-
-def fetch(name: str) -> Path:
-    """A folder's path, or that of a Hugging Face Hub repository in the Hub's own cache, downloaded if need be.
-
-    HF_HOME, HF_TOKEN and HF_HUB_OFFLINE work as everywhere. Raises UserError when there is no such folder or repository.
-    """
-    if Path(name).exists():
-        return Path(name)
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise UserError(
-            f"{name}: no such folder; give a model's folder, or its name on the Hub, such as Qwen/Qwen3-0.6B"
-        )
-    import huggingface_hub  # slow to import, and needed for a Hub name only
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except Exception as error:  # of many kinds: no network, no such repository, no access, no space
-        why = (str(error).strip() or "no reason").splitlines()[0][:160]
-        raise UserError(f"{name}: not a folder here, and the Hub gave: {type(error).__name__}: {why}") from None
-
-
-def save(model: Decoder, folder) -> None:
-    """Write config.json and model.safetensors. Each is written beside, synced and renamed, so a kill leaves the old file
-    or the new one, never half of one. Adapters are not written (`save_adapter` does, `merge_lora` folds them in).
-    Raises UserError when the folder can't be written or the disk is full."""
-    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters() if ".lora_" not in name}
-    config = model.cfg.to_hf() | {"dtype": str(model.head.dtype).removeprefix("torch.")}
-    write_tensors(Path(folder), "model.safetensors", tensors, "config.json", config)
-
-
-def write_tensors(folder: Path, weights: str, tensors: dict[str, Tensor], about: str, config: dict) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / weights, lambda beside: save_file(tensors, beside, metadata={"format": "pt"}))
-        _replace(folder / about, lambda beside: beside.write_text(json.dumps(config, indent=2) + "\n"))
-    except (OSError, SafetensorError) as e:
-        raise UserError(
-            f"can't write a checkpoint to {folder} ({e}); free some space or choose another folder"
-        ) from None
-
-
-def _replace(path: Path, write) -> None:
-    beside = path.with_name(path.name + ".part")
-    write(beside)
-    with open(beside, "rb+") as f:
-        os.fsync(f.fileno())
-    os.replace(beside, path)
-    directory = os.open(path.parent, os.O_RDONLY)  # the new name itself must survive a power cut too
-    os.fsync(directory)
-    os.close(directory)
-
-
-# How text is cut before merging, by the name that stands in a GGUF file (llama.cpp, src/llama-vocab.cpp). The file holds no
-# more than the name, and with another cut the same text becomes tokens that the model has never seen.
-GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-SPLIT = (  # Llama 3 takes up to three digits together, Qwen one
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _split(digits: str):
-    pattern = pre_tokenizers.Split(Regex(SPLIT.replace("DIGITS", digits)), "isolated")
-    return pre_tokenizers.Sequence([pattern, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-PRE_TOKENIZERS = {
-    "gpt-2": GPT2,
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _split("{1,3}")),
-    "qwen2": _split(""),
-}
-
-
-def _pre_tokenizer(path: Path):
-    """The one that a GGUF file names; None, and a warning, where it is not known. A SentencePiece model has none."""
-    import gguf
-
-    fields = gguf.GGUFReader(path).fields
-    kind, name = (
-        fields[key].contents() if (key := f"tokenizer.ggml.{k}") in fields else None for k in ("model", "pre")
-    )
-    if kind == "gpt2" and name not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        print(
-            f"warning: {path}: pre-tokenizer {name!r} is none of {known}: text may become wrong tokens", file=sys.stderr
-        )
-    return PRE_TOKENIZERS.get(name) if kind == "gpt2" else None
-
-
-def load_gguf(path, dtype=torch.float32):
-    """A Llama-family GGUF file → (Decoder, tokenizers.Tokenizer, chat template, special tokens).
-
-    `transformers` reads it and turns blocks of 4 bits into numbers, which takes half a minute for 135 M parameters.
-    Raises UserError when the file is missing, damaged, or of another architecture.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; give a GGUF file")
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        there, name = path.parent, path.name
-        cut = _pre_tokenizer(path)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(there, gguf_file=name, dtype=dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(there, gguf_file=name)
-    except ImportError as error:
-        raise UserError(f"{path}: {error}; run `make smol`") from None
-    except Exception as error:  # whatever a damaged file makes it stumble over
-        raise UserError(f"{path} is no whole GGUF that can be read ({type(error).__name__}: {error})") from None
-    if cut is not None:
-        tokenizer.backend_tokenizer.pre_tokenizer = cut
-    hf = {k: v for k, v in theirs.config.to_dict().items() if k != "quantization_config"}
-    hf["rms_norm_eps"] = float(f"{hf['rms_norm_eps']:.6g}")  # kept in fp32 there: 9.99999e-06
-    decoder = from_tensors(ModelConfig.from_hf(hf), theirs.state_dict().items(), str(path))
-    return decoder, tokenizer.backend_tokenizer, tokenizer.chat_template, tokenizer.special_tokens_map
-
-
-# ---------------------------------------------------------------------------------------------------- induction head
-# Why. An agent must copy names and order numbers it has never seen. Transformers do that with two heads in a row
-# (Olsson et al. 2022, "In-context Learning and Induction Heads"), and a small model on a few hundred thousand tokens
-# never finds the pair by itself. So we write it in; everything stays ordinary weights, free to be trained away.
-#
-# How, on the text  … a b … a  ?   where the model should answer b:
-#   layer 0 looks one token back. Every embedding has the same number in coordinate 0, and this head's q and k read
-#     nothing else, so its score depends only on the distance: RoPE turns keys by position, and with q turned back by
-#     one position the two agree best at distance 1. The fastest RoPE pairs notice a step of one. What it sees there
-#     (v: r random directions A of the token) it writes into r other directions P: at b, P now says "after a".
-#   layer 1 looks for itself in P. Its k reads P ("I come after a"), its q reads A of the token at hand ("I am a"), and
-#     the two agree at b. The slowest RoPE pairs carry them, since these hardly turn within a conversation: the match
-#     must not depend on how long ago it was. q- and k-norm weights of 2 sharpen both layers.
-#   Its output copies: W_O = ½·W_Vᵀ brings back the very directions that v read, so b's own embedding grows. All other
-#     heads start as such copiers too ("mimetic", Trockman & Kolter 2023); the MLPs start silent (down_proj = 0).
-# Only the first half of the query heads of layer 1 is wired: the rest has to learn everything else.
-@torch.no_grad()
-def wire_induction(model: Decoder, seed: int) -> None:
-    """Overwrite all weights of a Qwen3-layout model with a start in which an *induction head* is already written.
-
-    Seeded: the result depends on `seed` and the shape only. Raises UserError without qk_norm or a second layer.
-    """
-    cfg = model.cfg
-    if not cfg.qk_norm or cfg.num_hidden_layers < 2:
-        raise UserError("an induction head needs the qwen3 layout and at least 2 layers; leave that option out")
-    generator = torch.Generator().manual_seed(seed)
-    _mimetic_start(model, generator)
-    size, D, half = cfg.hidden_size, cfg.head_dim, cfg.head_dim // 2
-    group = cfg.num_attention_heads // cfg.num_key_value_heads
-    r = min(D, (size - 1) // 2)
-    basis = torch.randn(size, 2 * r, generator=generator)
-    basis[0] = 0  # coordinate 0 is the constant
-    basis = torch.linalg.qr(basis).Q.to(model.head)  # orthogonal, so that P never disturbs A
-    A, P = basis.split(r, dim=1)  # [H, r] each
-    first, second = (model.model["layers"][i].self_attn for i in (0, 1))
-
-    # Layer 0, kv head 0 and its query heads: one token back.
-    fast = torch.arange(min(6, half))
-    turn = rope_frequencies(cfg)[fast].to(model.head)  # q turned by −1 position: (1, 0) → (cos θ, −sin θ)
-    for weight, heads in ((first.q_proj.weight, group), (first.k_proj.weight, 1)):
-        weight[: heads * D] = 0
-    first.k_proj.weight[fast, 0] = 1
-    for h in range(group):
-        first.q_proj.weight[h * D + fast, 0] = turn.cos()
-        first.q_proj.weight[h * D + half + fast, 0] = -turn.sin()
-    first.v_proj.weight[:D] = 0
-    first.v_proj.weight[:r] = A.T
-    # The other heads of this layer keep out of A and P, which only the wired one may write.
-    first.o_proj.weight.copy_(first.o_proj.weight - basis @ (basis.T @ first.o_proj.weight))
-    first.o_proj.weight[:, : group * D] = 0
-    for j in range(
-        r
-    ):  # query heads that share v each write some of P: as twins they would get equal gradients for ever
-        first.o_proj.weight[:, (j % group) * D + j] = 0.5 * P[:, j]
-
-    # Layer 1, half of the query heads: find the token that came after the one at hand.
-    pairs = min(5, half)
-    slow = torch.cat([torch.arange(half - pairs, half), torch.arange(D - pairs, D)])  # both members of each pair
-    wired = max(1, cfg.num_attention_heads // 2)
-    for h in range(wired):
-        kv = h // group
-        read = (
-            torch.arange(len(slow)) + kv * len(slow)
-        ) % r  # each kv head has its own directions, as long as they last
-        second.k_proj.weight[kv * D : (kv + 1) * D] = 0
-        second.k_proj.weight[kv * D + slow] = P[:, read].T
-        noise = torch.randn(D, size, generator=generator).to(model.head) * 0.02 / size**0.5  # again: no twins
-        second.q_proj.weight[h * D : (h + 1) * D] = noise
-        second.q_proj.weight[h * D + slow] += A[:, read].T
-
-
-def _mimetic_start(model: Decoder, generator: torch.Generator) -> None:
-    """Embeddings with rows of norm 1 and the constant in coordinate 0; matrices of std 1/√fan_in; copying heads."""
-    cfg = model.cfg
-    for name, p in model.named_parameters():
-        if p.dim() == 2:
-            p.copy_(torch.randn(p.shape, generator=generator) / p.shape[1] ** 0.5)
-        else:
-            p.fill_(0.0 if name.endswith("bias") else 1.0)
-    model.model["embed_tokens"].weight[:, 0] = 0.3
-    group = cfg.num_attention_heads // cfg.num_key_value_heads
-    for i, block in enumerate(model.model["layers"]):
-        attention = block.self_attn
-        block.mlp.down_proj.weight.zero_()
-        v = attention.v_proj.weight.unflatten(0, (cfg.num_key_value_heads, cfg.head_dim))  # [kv_heads, D, H]
-        copied = v.repeat_interleave(group, 0).flatten(0, 1)  # the v that each query head sees
-        attention.o_proj.weight.copy_(0.5 * copied.T)
-        if i < 2:
-            attention.q_norm.weight.fill_(2.0)
-            attention.k_norm.weight.fill_(2.0)

@@ -2,13 +2,14 @@
 
 The whole job, from nothing to a trained agent, in the order of this file:
 
-    Config → cold start (SFT on demonstrations) → for each step: Task → conversation ×G → Trajectory → Group → Batch → loss
+    Config → cold start (SFT on demonstrations) → for each step: Task → conversation ×G → Trajectory ×G → Batch → loss
     → evaluation, with the user it trained with and with one it never met
 
 What it leaves out: more than one process or node. The same environment can be handed to a framework for that.
 
     python mua_rl.py train [--preset tiny|smol] [--seed N] [--steps N] [--minutes M] [--resume RUN]
     python mua_rl.py train --domain retail|airline|telecom --data FOLDER --preset smol|qwen3-4b|…
+    python mua_rl.py train --domain FILE.py    a domain of your own: docs/domains.md
     python mua_rl.py sft                       only the cold start
     python mua_rl.py eval RUN_OR_MODEL         success on held-out tasks   [--split test --trials 4 --user lm --out FOLDER]
     python mua_rl.py chat RUN [--watch]        you are the user; or look on while the simulated user talks
@@ -31,7 +32,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__" and sys.argv[1:] in ([], ["-h"], ["--help"]):  # before torch, which takes seconds to load
     print(__doc__)
@@ -51,12 +51,13 @@ import model as models
 import plan
 import report
 from api_user import Api
-from chat import CHATML_TEMPLATE, Chat, Role, UserError, train_tokenizer
+from chat import CHATML_TEMPLATE, Chat, Role, UserError
 from config import DTYPES, Config, check_config, check_resume, default_config, parse, read_config
+from domains import find
 from evaluation import (
     Stage,
     check_room,
-    check_split,
+    check_splits,
     endpoint,
     evaluate,
     make_domain,
@@ -68,23 +69,26 @@ from evaluation import (
     user_faults,
 )
 from grpo import Guard, adamw, advantages, ramp, set_lr, trained_rows, update
+from new_model import from_scratch_shape, train_tokenizer, wire_induction
 from rollout import Trajectory, sampling_seconds
 from run import (
     Clock,
     Progress,
     Run,
     State,
-    begun,
+    check_new,
     checkpoint_of,
     load_state,
+    lock,
     restore_optimizers,
     save_checkpoint,
+    save_state,
     write_whole,
 )
 from sft import sft_optimizers, sft_rows, sft_step, tokenizer_texts
-from tools import Task
+from tools import Domain, Task
 from user_sim import parse_pool
-from weights import from_scratch_shape, load_pretrained, load_run, other_users, shape_of, start_of_rl
+from weights import load_pretrained, load_run, other_users, shape_of, start_of_rl
 
 PROCESS_START = time.time() - time.process_time()  # imports included, more or less
 
@@ -124,7 +128,7 @@ class Job:
 
     cfg: Config
     run: Run
-    domain: Any
+    domain: Domain
     chat: Chat
     policy: models.Decoder
     state: State
@@ -132,6 +136,7 @@ class Job:
     progress: Progress
     optimizers: list[torch.optim.Optimizer]
     frozen: models.Decoder | None = None  # the cold start: KL reference and the user's weights
+    users: dict[str, tuple[models.Decoder, Chat]] = field(default_factory=dict)  # weights of other users, by kind
     api: Api | None = None  # of the user openai:MODEL
     stage: Stage | None = None
     interrupted: bool = False
@@ -146,13 +151,17 @@ class Job:
         """Seconds this run has taken, from the start of each process that worked on it."""
         return self.before + time.time() - PROCESS_START
 
-    def save(self) -> None:
+    def save(self, whole: bool = True) -> None:
+        """whole: weights and optimizer too, if they have changed since the last time."""
         self.state.wall = self.wall()
         if self.api:
             self.state.user_tokens, self.state.user_troubles = self.api.tokens, dict(self.api.troubles)
         with self.clock("saving"):
             self.state.seconds = dict(self.clock.seconds)
-            save_checkpoint(self.run.folder, self.policy, self.chat, self.optimizers, self.state)
+            if whole:
+                save_checkpoint(self.run.folder, self.policy, self.chat, self.optimizers, self.state)
+            else:
+                save_state(self.run.folder, self.state)
 
     def steps(self, phase: str, total: int) -> Iterable[int]:
         """The steps of a phase that are still to do, saving as they are done: after every step of RL, and in the cold
@@ -178,6 +187,8 @@ class Job:
             row = {k: v for k, v in self.state.results[name].items() if k != "step"}
             at = {"cold_start": 0, "during": self.state.step + 1}.get(stage, self.state.step)
             self.run.log("eval", at, stage=stage, name=name, **row)
+            if stage == "final":
+                self.save(whole=False)  # a kill in the next one does not take it along
             if self.interrupted and stage != "during":  # there the step that is done isn't counted yet: `steps` stops
                 self.save()
                 raise Stop("Ctrl-C: stopped after an evaluation")
@@ -191,29 +202,30 @@ def prepare(cfg: Config) -> Job:
     given = cfg.resume or cfg.run
     folder = Path(given) if given else next(f for f in names(cfg) if not f.exists())
     domain, clock = make_domain(cfg), Clock()
-    for split in ("train", "test") if cfg.test_tasks else ("train",):
-        check_split(domain, split)
+    check_splits(cfg, domain)
     place = endpoint(cfg)  # what is wrong with it is found before anything is written
     with clock("setup"):
+        locked = None
         if cfg.resume:
+            locked = lock(folder)
             chat, policy, state, tensors = load_run(cfg, folder)
             if state.step < cfg.steps:  # goes on: what was measured at its end no longer holds
                 state.results = {
                     k: v for k, v in state.results.items() if k.startswith(("null", "cold_start", "step_"))
                 }
         else:
-            if begun(folder):
-                raise UserError(f"--run {folder} already holds a run: go on with --resume {folder}, or name another")
+            check_new(folder)
             (chat, policy), state = start_model(cfg, domain), State()
         check_room(cfg, domain, chat, policy.cfg.max_position_embeddings)
         chat.check(domain.tools, domain.system)
         plan.check(cfg, policy.cfg)
         memory = plan.summary(cfg, policy.cfg)
+        users = other_users(parse_pool(cfg.user), cfg, chat, policy)
         api = open_api(place, state.user_tokens, state.user_troubles)
-        run = Run(folder, cfg)
+        run = Run(folder, cfg, locked)
         run.forget_after(state)  # a new run's, too: a kill during set-up left a line, and nothing to resume
         clock.seconds.update(state.seconds)
-        job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [], api=api)
+        job = Job(cfg, run, domain, chat, policy, state, clock, Progress(), [], users=users, api=api)
         job.before, job.policy.checkpointing = state.wall, cfg.checkpointing
         if not cfg.resume and not cfg.sft_steps:
             start_rl(job)
@@ -242,17 +254,12 @@ def notices(job: Job) -> Iterable[str]:
             yield f"this is a new run; {folder} is not finished: to go on with it, stop this one, and {resume_hint(folder)}"
     if cfg.threads > 1 and load > (os.cpu_count() or 1):
         yield f"this machine is busy (load {load:.0f} on {os.cpu_count()} cores): --threads 1 may well be faster"
-    if job.state.results["null"]["do_nothing"] > 0.1:
+    if job.state.results["null"].get("do_nothing", 0) > 0.1:
         yield "warning: doing nothing pays in more than 10 % of the tasks"
-    if hasattr(job.domain, "overlap"):
-        same, tests = job.domain.overlap(), len(job.domain.ids("test"))
-        yield (
-            f"warning: --paper-split trains on all tasks of τ-bench v1, as the paper did. They overlap with the test tasks: {same} of "
-            f"the {tests} want the very writes that a training task wants. Success on them is no success on unseen tasks"
-        )
+    yield from job.domain.notices()
 
 
-def start_model(cfg: Config, domain: Any) -> tuple[Chat, models.Decoder]:
+def start_model(cfg: Config, domain: Domain) -> tuple[Chat, models.Decoder]:
     """A pretrained model with its chat format, or a new tokenizer and random weights."""
     if cfg.model:
         return load_pretrained(cfg.model, cfg)
@@ -262,7 +269,7 @@ def start_model(cfg: Config, domain: Any) -> tuple[Chat, models.Decoder]:
     torch.manual_seed(cfg.seed)
     policy = models.Decoder(shape)
     if cfg.induction:
-        models.wire_induction(policy, cfg.seed)
+        wire_induction(policy, cfg.seed)
     return chat, policy.to(cfg.device, DTYPES[cfg.dtype])
 
 
@@ -352,20 +359,20 @@ def freeze_reference_and_user(job: Job) -> None:
             job.frozen = models.Base(job.policy)  # the same weights, adapters off
         elif cfg.kl or plays:
             job.frozen = start_of_rl(cfg, job.run.folder).requires_grad_(False)
-        users, lm = other_users(parse_pool(cfg.user), cfg, job.chat, job.policy), job.frozen if plays else None
-        samplers = make_samplers(cfg, job.chat, job.policy, lm, users=users)
-        job.stage = Stage(cfg, job.domain, job.chat, samplers, job.api, {k: chat for k, (_, chat) in users.items()})
+        samplers = make_samplers(cfg, job.chat, job.policy, job.frozen if plays else None, users=job.users)
+        chats = {kind: chat for kind, (_, chat) in job.users.items()}
+        job.stage = Stage(cfg, job.domain, job.chat, samplers, job.api, chats)
     if cfg.test_tasks:
         measure(job, "cold_start", "test", main_user(job), 1)
-        if hasattr(job.domain, "script"):
+        if "scripted" in job.domain.scripts:
             measure(job, "cold_start_scripted", "test", "scripted", 1)
     if job.state.step == 0:
         job.save()
 
 
 def main_user(job: Job) -> str:
-    """Whom evaluations meet: in the shop the language model, whatever it trains with; elsewhere the users it trains with."""
-    return "lm" if hasattr(job.domain, "script") else job.cfg.user
+    """Whom evaluations meet: "lm", whatever it trains with, if there are demonstrations for its part; else cfg.user."""
+    return "lm" if job.domain.demonstrator else job.cfg.user
 
 
 def measure(job: Job, name: str, split: str, user: str, trials: int, n: int = 0) -> dict:
@@ -455,19 +462,19 @@ def look(job: Job, step: int) -> None:
 
 def final_evaluation(job: Job) -> None:
     """Held-out tasks: the user it trained with, users it never met, combinations and names it never met, and greedy."""
-    cfg = job.cfg
+    cfg, domain = job.cfg, job.domain
     if not cfg.test_tasks:
         return
     measure(job, "final", "test", main_user(job), cfg.trials)
-    scripts = hasattr(job.domain, "script")
-    if scripts:
+    if "scripted" in domain.scripts:
         measure(job, "scripted_user", "test", "scripted", 1)
+    if "stranger" in domain.scripts:
         measure(job, "unseen_user", "test", "stranger", 1)
-        measure(job, "unseen_combination", "combo", "lm", 1)
-        measure(job, "unseen_names", "names", "lm", 1, n=min(100, cfg.test_tasks))
+    for name, (split, most) in domain.unseen.items():
+        measure(job, name, split, main_user(job), 1, n=min(most, cfg.test_tasks))
     job.stage.samplers["agent"].temperature = 0.0  # the last things measured
     measure(job, "greedy", "test", main_user(job), 1)
-    if scripts:
+    if "stranger" in domain.scripts:
         measure(job, "greedy_unseen_user", "test", "stranger", 1)
 
 
@@ -537,7 +544,7 @@ def main(argv: list[str]) -> None:
     if command in ("train", "sft"):
         default = default_config(args)
         cfg = parse(default, args, command, train.__doc__ if command == "train" else cold_start.__doc__)
-        if command == "sft" and cfg.domain != "shop":
+        if command == "sft" and not find(cfg.domain).demonstrator:
             raise UserError(f"sft --domain {cfg.domain}: it has no demonstrations to learn from; use train")
         if cfg.resume:
             check_resume(default, cfg)
@@ -557,6 +564,9 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{command}: no such command; choose train, sft, eval, chat, show, explain, save or plan")
 
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO  # of the disk: no file or folder is named then
+
+
 def command_line(argv: list[str]) -> None:
     """`main`, with the user's mistakes as one line and exit 2."""
     try:
@@ -568,7 +578,7 @@ def command_line(argv: list[str]) -> None:
         if isinstance(error, BrokenPipeError):  # `show RUN | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # no file or folder is at fault
+        if error.filename is None and error.errno not in FULL:  # no file or folder is at fault
             raise
         print(
             f"mua_rl: {error.filename or 'the run folder'}: {error.strerror}; make room or fix the folder, then use --resume",

@@ -1,4 +1,4 @@
-"""What a run needs in memory, before it starts: weights, optimizer, KV caches, activations. Arithmetic only, no model.
+"""What a run needs in memory, before it starts: weights, optimizer, KV caches, activations. Arithmetic on shapes only.
 
 `python mua_rl.py plan --preset NAME` prints it. What the framework itself takes (CUDA's context, fragmentation, the matrix products' workspaces) is in none of them: leave a tenth of the card free.
 """
@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from chat import UserError
+from config import AT_ONCE
+from domains import find
 from kernels.logprob import SLICE
-from model import ModelConfig
+from model import Decoder, ModelConfig, linears
 from user_sim import parse_pool
 
 GIB = 2**30
@@ -27,7 +29,7 @@ MOMENTS = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes a parameter; 8 b
 CARDS = {"24 GB": 24e9, "48 GB": 48e9, "80 GB": 80e9, "141 GB": 141e9}
 
 
-def shape(name: str, positions: int = 40960) -> ModelConfig:
+def shape(name: str) -> ModelConfig:
     """A known model's shape, without its files. Raises UserError for an unknown one."""
     if name not in SHAPES:
         raise UserError(f"--model {name}: its shape is not known without its files; known are {', '.join(SHAPES)}")
@@ -35,7 +37,7 @@ def shape(name: str, positions: int = 40960) -> ModelConfig:
     return ModelConfig(
         model_type=kind, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rope_theta=1e6, qk_norm=kind == "qwen3",
-        tie_word_embeddings=tied, max_position_embeddings=positions,
+        tie_word_embeddings=tied, max_position_embeddings=40960,
     )  # fmt: skip
 
 
@@ -57,22 +59,16 @@ class Need:
 
 
 def parameters(m: ModelConfig) -> tuple[int, int]:
-    """(all weights, those in the blocks' linear layers)."""
-    q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
-    linear = m.num_hidden_layers * (m.hidden_size * (2 * q + 2 * kv) + 3 * m.hidden_size * m.intermediate_size)
-    biases = m.num_hidden_layers * (q + 2 * kv) * m.attention_bias
-    norms = (2 * m.num_hidden_layers + 1) * m.hidden_size + 2 * m.head_dim * m.qk_norm * m.num_hidden_layers
-    return linear + biases + norms + m.vocab_size * m.hidden_size * (2 - m.tie_word_embeddings), linear
+    """(all weights, those in the blocks' linear layers), counted on a model that takes no memory."""
+    with torch.device("meta"):
+        model = Decoder(m)
+    return sum(p.numel() for p in model.parameters()), sum(layer.weight.numel() for _, layer in linears(model))
 
 
 def adapters(m: ModelConfig, rank: int) -> int:
     """Parameters of LoRA on every linear layer: r · (in + out) each."""
-    q, kv, H, F = (
-        m.num_attention_heads * m.head_dim,
-        m.num_key_value_heads * m.head_dim,
-        m.hidden_size,
-        m.intermediate_size,
-    )
+    q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    H, F = m.hidden_size, m.intermediate_size
     return rank * m.num_hidden_layers * (2 * (H + q) + 2 * (H + kv) + 3 * (H + F))
 
 
@@ -95,17 +91,15 @@ def log_probs(m: ModelConfig, T: int, width: int, device: str, head_trained: boo
     C = min(V, max(least, numbers // max(T, H)))
     partials = 16 * T * math.ceil(V / C)
     logits = T * C * (2 * width if device == "cuda" else 12)
-    product = (
-        T * C * width + C * H * width + T * H * 2 * (width == 2)
-    )  # gradient, slice of weights, what d_hidden gains
+    product = T * C * width + C * H * width + T * H * 2 * (width == 2)  # gradient, slice of weights, d_hidden's gain
     backward = T * H * 4 + V * H * width * head_trained + max(logits, product)
     return max(backward, partials + T * C * (0 if device == "cuda" else 12 + 2 * (width == 2)))
 
 
 def voices(cfg) -> set[str]:
-    """The kinds of users that are played by weights in this process: those in training, and whom the shop's evaluations meet."""
+    """The kinds of users that are played by weights in this process: those in training, and whom evaluations meet."""
     trained = {kind for kind in parse_pool(cfg.user) if kind in ("lm", "self") or kind.startswith("frozen:")}
-    return trained | ({"lm"} if cfg.domain == "shop" and cfg.test_tasks else set())
+    return trained | ({"lm"} if find(cfg.domain).demonstrator and cfg.test_tasks else set())
 
 
 def need(cfg, m: ModelConfig) -> Need:
@@ -129,6 +123,7 @@ def phase(cfg, m: ModelConfig) -> Need:
     kept = 2 * m.hidden_size + (layers * m.hidden_size + block if cfg.checkpointing else layers * block)
     users = voices(cfg)
     start = not cfg.lora_rank and bool(cfg.kl or "lm" in users)
+    at_once = cfg.threads if everything <= AT_ONCE and width == 4 and cfg.device == "cpu" else 1  # micro-batches
     copies = start + len(users - {"lm", "self"})  # others are taken to be as large as this
     return Need(
         weights=everything * width + (trained * 4 if cfg.lora_rank else 0),
@@ -137,8 +132,8 @@ def phase(cfg, m: ModelConfig) -> Need:
         masters=trained * 4 if half else 0,
         optimizer=round(trained * MOMENTS[cfg.optimizer]),
         caches=cfg.slots * (cfg.max_len + 1 + len(users) * (cfg.user_max_len + 1)) * per_token,
-        activations=T * kept * width,
-        logits=log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),
+        activations=at_once * T * kept * width,
+        logits=at_once * log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),
     )
 
 

@@ -98,7 +98,7 @@ def converse(
     and propagates.
     """
     world, ctx, log = domain.world(task), chat.start(domain.system, domain.tools, stream), Log(on_turn)
-    user.tools, user.act = getattr(domain, "user_tools", None), functools.partial(_act, world, log)
+    user.tools, user.act = domain.user_tools, functools.partial(_act, world, log)
 
     def finish(exit: str) -> Trajectory:
         return _finish(task, world, user, chat, limits, ctx, log, exit, member)
@@ -146,7 +146,7 @@ def converse(
 
 def ending(heard, user) -> str:
     """The exit of a talk that the user's side ended. A user whose context is full was talked to for too long: that is the
-    agent's doing, and no failure of the simulator."""
+    agent's doing, and no failure of the user."""
     if heard.failed:
         return "context_full" if user.ctx is not None and user.ctx.full else "user_failed"
     return "user_ended"
@@ -335,6 +335,18 @@ def sampling_seconds(samplers: dict[str, "Sampler"]) -> dict[str, float]:
 FRACTION = 8
 CHUNK = 512  # a longer prompt is prefilled in pieces
 SHARED = 32  # a shared beginning shorter than this is not worth copying
+
+
+# What the cache holds, always. Slot s belongs to a context c = held[s]; with n = cached[s]:
+#   Positions 0 … n−1 are the keys and values of c.ids[:n]. What lies at n and beyond is stale; it is overwritten before
+#   anything reads that far, since a query at position p reads 0 … p only.
+#   In a turn (s in active) n = len(c.ids) − 1: the newest token is sampled but not yet fed, `_decode` will feed it.
+#   After a turn too, however it ended: its last token, be it an end token or where the turn was cut, is fed with what comes next.
+#   Between turns c only grows (template, messages, tool results), so 0 … n−1 stay right; the next turn feeds c.ids[n:].
+#   A released slot keeps its keys until `_claim` gives it to a context: n = 0, or the length of a beginning both share.
+#   prefixes[key] = s: once cached[s] reaches len(key), s holds that beginning at 0 … len(key)−1, whoever has or had the
+#   slot, until it goes to a context with another beginning. Others copy it.
+# New weights make all of it wrong: `weights_changed`.
 
 
 class Sampler:

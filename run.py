@@ -5,30 +5,31 @@ Nothing here knows what is trained. Weights and optimizer state are safetensors,
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
 import re
+import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-import model as models
 import report
 from chat import Chat, UserError, parse_json
+from model_files import replace_file, save_adapter, save_chat, save_model, sync, write_tensors
 
 
 class Clock:
     """Seconds by phase: `with clock("training"): …`. Time inside an inner phase is not counted twice."""
 
-    def __init__(self, seconds: dict[str, float] | None = None):
-        self.seconds = Counter(seconds or {})
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
         self.stack: list[str] = []
         self.since = time.monotonic()
 
@@ -84,35 +85,46 @@ def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tens
                     out |= {f"{i}.{p}.{k}.{part}": getattr(v, part) for part in v.__tensor_flatten__()[0]}
                 elif v is not None:
                     out[f"{i}.{p}.{k}"] = torch.as_tensor(v).contiguous()
-        for p, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for p, parameter in enumerate(_parameters(optimizer)):
             if hasattr(parameter, "follower"):  # an fp32 master: the checkpoint's own weights are rounded
                 out[f"{i}.{p}.master"] = parameter.detach()
     return out
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def restore_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor], run: Path) -> None:
-    """The reverse of `optimizer_tensors`. Raises UserError if the tensors are another model's."""
-    for i, optimizer in enumerate(optimizers):
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            if not re.fullmatch(r"\d+\.\d+\..+", key):
-                raise UserError(f"{run}: the optimizer state holds {key!r}, which is no part of one; start a new run")
-            which, p, name = key.split(".", 2)
-            if int(which) == i:
-                state.setdefault(int(p), {})[name] = value
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    """The reverse of `optimizer_tensors`. Raises UserError if the tensors are another model's, or not all there."""
+    states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
+    for key, value in tensors.items():
+        if not (found := re.fullmatch(r"(\d+)\.(\d+)\.(.+)", key)):
+            raise UserError(f"{run}: the optimizer state holds {key!r}, which is no part of one; start a new run")
+        if (i := int(found[1])) < len(states):
+            states[i].setdefault(int(found[2]), {})[found[3]] = value
+    misfit = UserError(f"{run}: the optimizer state does not fit the model; start a new run")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        parameters = _parameters(optimizer)
         for p, values in state.items():
-            for k, like in optimizer.state[parameters[p]].items() if p < len(parameters) else ():
+            if p >= len(parameters):
+                raise misfit
+            for k, like in optimizer.state[parameters[p]].items():
                 if hasattr(like, "__tensor_flatten__"):
                     parts, how = like.__tensor_flatten__()
                     found = {part: values.pop(f"{k}.{part}", None) for part in parts}
                     if any(v is None or v.shape != getattr(like, part).shape for part, v in found.items()):
-                        raise UserError(f"{run}: the optimizer state does not fit the model; start a new run")
+                        raise misfit
                     values[k] = like.__tensor_unflatten__(found, how)
-            if p >= len(parameters) or any(v.dim() and v.shape != parameters[p].shape for v in values.values()):
-                raise UserError(f"{run}: the optimizer state does not fit the model; start a new run")
-            if "master" in values:
-                parameters[p].data.copy_(values.pop("master"))
+            if any(v.dim() and v.shape != parameters[p].shape for v in values.values()):
+                raise misfit
+        for p, parameter in enumerate(parameters):
+            if hasattr(parameter, "follower") != ("master" in state.get(p, {})):
+                raise UserError(f"{run}: the optimizer state has not the right fp32 masters; start a new run")
+            if hasattr(parameter, "follower"):
+                parameter.data.copy_(state[p].pop("master"))
+        if len({frozenset(state.get(p, {})) for p in range(len(parameters))}) > 1:  # a step is of all of them
+            raise UserError(f"{run}: the optimizer state is not there for all parameters; start a new run")
         optimizer.load_state_dict(optimizer.state_dict() | {"state": {p: v for p, v in state.items() if v}})
 
 
@@ -122,15 +134,11 @@ def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: Stat
     remove(new)
     new.mkdir()
     if policy.lora:
-        models.save_adapter(policy, new, "the run's cold_start folder, or its --model")
+        save_adapter(policy, new, "the run's cold_start folder, or its --model")
     else:
-        models.save(policy, new)
-    chat.save(new)
-    try:
-        save_file(optimizer_tensors(optimizers), new / "optimizer.safetensors")
-    except SafetensorError as error:
-        raise UserError(f"{new}: cannot be written ({error}); make room, then use --resume {run}") from None
-    (new / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1))
+        save_model(policy, new)
+    save_chat(chat, new)
+    write_tensors(new, "optimizer.safetensors", optimizer_tensors(optimizers), "state.json", dataclasses.asdict(state))
     for path in [*new.iterdir(), new]:
         sync(path)
     if target.exists():
@@ -141,28 +149,19 @@ def save_checkpoint(run: Path, policy, chat: Chat, optimizers: list, state: Stat
     remove(old)
 
 
+def save_state(run: Path, state: State) -> None:
+    """Renew the checkpoint's state, where its weights and optimizer are still the run's."""
+    write_whole(checkpoint_of(run) / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file beside the old one and put it in its place: a kill leaves one or the other."""
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text)
-    sync(part)
-    os.replace(part, path)
+    replace_file(path, lambda beside: beside.write_text(text))
 
 
 def remove(folder: Path) -> None:
-    for path in folder.iterdir() if folder.exists() else ():
-        path.unlink()
     if folder.exists():
-        folder.rmdir()
-
-
-def sync(path: Path) -> None:
-    """Make a file or folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        shutil.rmtree(folder)
 
 
 def checkpoint_of(run: Path, name: str = "checkpoint") -> Path:
@@ -171,7 +170,7 @@ def checkpoint_of(run: Path, name: str = "checkpoint") -> Path:
         if (folder / "state.json").exists():
             return folder
     raise UserError(
-        f"{run} holds no whole {name}: give the folder of a run that has made its first one, such as runs/tiny-seed0"
+        f"{run} holds no whole {name}: give a run's folder that has made its first, such as runs/tiny-seed0"
     )
 
 
@@ -208,13 +207,40 @@ def load_state(folder: Path) -> State:
         raise UserError(f"{folder / 'state.json'} is damaged ({error}); start a new run") from None
 
 
-class Run:
-    """A run's folder: appends metrics and episodes, and cuts off what a resumed run will write again."""
+def lock(folder: Path) -> IO:
+    """Keeps other processes from writing in a folder while what is returned is open. The kernel takes it back from a process
+    that dies. Raises UserError if another has it, and OSError."""
+    file = open(folder / "lock", "a+")  # noqa: SIM115 (open as long as the process works)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise UserError(
+            f"{folder}: process {file.read().strip() or '?'} is working in it; wait for it, end it, or name another folder"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
 
-    def __init__(self, folder: Path, cfg):
-        self.folder, self.cfg = folder, cfg
+
+def check_new(folder: Path) -> None:
+    """Raises UserError if a folder holds a run already."""
+    if begun(folder):
+        raise UserError(f"--run {folder} already holds a run: go on with --resume {folder}, or name another")
+
+
+class Run:
+    """A run's folder: appends metrics and episodes, and cuts off what a resumed run will write again. locked: by whom has
+    read it before."""
+
+    def __init__(self, folder: Path, cfg, locked: IO | None = None):
+        self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self.lock = locked or lock(folder)
+            if not locked:
+                check_new(folder)  # again: another process may have begun and ended a run there meanwhile
             write_whole(folder / "config.json", json.dumps(dataclasses.asdict(cfg), indent=1))
         except OSError as error:
             raise UserError(f"--run {folder}: {error.strerror}; give a folder that can be written to") from None
@@ -231,9 +257,8 @@ class Run:
         def kept(row: dict) -> bool:
             if row["phase"] == "eval":
                 return row.get("name") in state.results
-            return (row["phase"] == "sft" and state.phase == "rl") or (
-                row["phase"] == state.phase and row["step"] < state.step
-            )
+            earlier = row["phase"] == "sft" and state.phase == "rl"
+            return earlier or (row["phase"] == state.phase and row["step"] < state.step)
 
         metrics, episodes = self.folder / "metrics.jsonl", self.folder / "episodes.jsonl.gz"
         if metrics.exists():
@@ -273,7 +298,7 @@ class Progress:
         from rich.console import Console  # here: only what runs for long shows progress
 
         self.console = Console(stderr=True)
-        self.live = self.console.is_terminal
+        self.live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.bar = self.task = None
         self.phase, self.began, self.first, self.printed = "", 0.0, 0, 0.0
 
@@ -311,7 +336,6 @@ class Progress:
             self.bar.update(self.task, completed=done, note=note)
         elif now - self.printed > 20 or done == total:
             self.printed = now
-            left = (now - self.began) / max(1, done - self.first) * (total - done) / 60
-            self.say(
-                f"{phase} {done}/{total} {note}" + (f", about {left:.1f} minutes left" if done > self.first else "")
-            )
+            minutes = (now - self.began) / max(1, done - self.first) * (total - done) / 60
+            left = f", about {minutes:.1f} minutes left" if done > self.first else ""
+            self.say(f"{phase} {done}/{total} {note}{left}")

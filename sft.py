@@ -1,6 +1,5 @@
 """The cold start: demonstrations of a scripted agent and user, as token rows of both sides, and an SFT step on them."""
 
-import dataclasses
 import random
 from collections.abc import Iterable
 
@@ -9,18 +8,17 @@ import torch
 import model as models
 from chat import Call, Chat, Context, turn_text
 from config import Config
-from domains import shop
 from evaluation import user_prompt
-from grpo import Guard, followed, logprobs, masters, micro_batches, ramp, set_lr, trained_by
-from tools import Task, play
+from grpo import Batch, Guard, backward, followed, logprobs, masters, micro_batches, ramp, set_lr, trained_by
+from tools import Domain, Task, play
 
 
-def demonstration(domain: shop.Shop, task: Task, care: shop.Care, rng: random.Random) -> list:
-    """One talk of an imperfect scripted agent with the scripted user (see `tools.play`)."""
-    return play(shop.demonstrator(care, rng), domain.script(task, rng), domain.world(task))
+def demonstration(domain: Domain, task: Task, side: str, rng: random.Random) -> list:
+    """One talk of a scripted agent, from whom `side` ("agent" or "user") can learn, with the scripted user (`tools.play`)."""
+    return play(domain.demonstrator(rng, side), domain.script(task, rng), domain.world(task))
 
 
-def agent_view(domain: shop.Shop, chat: Chat, talk: list) -> Context:
+def agent_view(domain: Domain, chat: Chat, talk: list) -> Context:
     """A talk as the agent lives it: its messages and calls are AGENT tokens."""
     ctx = chat.start(domain.system, domain.tools, (0,))
     for who, what in talk:
@@ -33,7 +31,7 @@ def agent_view(domain: shop.Shop, chat: Chat, talk: list) -> Context:
     return ctx
 
 
-def user_view(domain: shop.Shop, chat: Chat, task: Task, talk: list) -> Context:
+def user_view(domain: Domain, chat: Chat, task: Task, talk: list) -> Context:
     """A talk as the user lives it: its own messages are AGENT tokens, and it sees no tools."""
     ctx = chat.start(user_prompt(domain, task), None, (0,))
     chat.hear(ctx, domain.greeting)
@@ -45,31 +43,27 @@ def user_view(domain: shop.Shop, chat: Chat, task: Task, talk: list) -> Context:
     return ctx
 
 
-def sft_rows(domain: shop.Shop, chat: Chat, cfg: Config, step: int) -> list[Context]:
-    """The fresh demonstrations of a cold-start step. The agent's side learns from one demonstrator, the user's side from
-    talks with another who reads back more, and with more of what is hard for a user. No talk is seen twice.
+def sft_rows(domain: Domain, chat: Chat, cfg: Config, step: int) -> list[Context]:
+    """The fresh demonstrations of a cold-start step. Agent and user learn from demonstrators and tasks of their own (in
+    the shop the user's reads back more, and there is more of what is hard for a user). No talk is seen twice.
     """
-    agents, users = (
-        dataclasses.replace(domain, mix=dataclasses.replace(domain.mix, **changes))
-        for changes in (shop.TEACHER_MIX, shop.PRACTICE_MIX)
-    )
     rows: list[Context] = []
     for i in range(step * cfg.sft_talks, (step + 1) * cfg.sft_talks):
         rng = random.Random(f"demo {cfg.seed} {i}")
-        task = agents.task("train", cfg.seed, i)
-        rows.append(agent_view(domain, chat, demonstration(domain, task, shop.TEACHER, rng)))
-        task = users.task("train", cfg.seed, 500_000 + i)
-        rows.append(user_view(domain, chat, task, demonstration(domain, task, shop.PRACTICE, rng)))
+        task = domain.practice_task("agent", cfg.seed, i)
+        rows.append(agent_view(domain, chat, demonstration(domain, task, "agent", rng)))
+        task = domain.practice_task("user", cfg.seed, 500_000 + i)
+        rows.append(user_view(domain, chat, task, demonstration(domain, task, "user", rng)))
     return rows
 
 
-def tokenizer_texts(domain: shop.Shop, seed: int, n: int = 3000) -> Iterable[str]:
+def tokenizer_texts(domain: Domain, seed: int, n: int = 3000) -> Iterable[str]:
     """What the tokenizer is trained on: payloads of training talks, and the template's words."""
     yield from ["system\n", "user\n", "assistant\n"] * 2
     for i in range(n):
         task = domain.task("train", seed, i)
         yield domain.instruction(task)
-        for who, what in demonstration(domain, task, shop.TEACHER, random.Random(f"demo {seed} {i}")):
+        for who, what in demonstration(domain, task, "agent", random.Random(f"demo {seed} {i}")):
             yield turn_text([what]).removeprefix("<tool_call>").removesuffix("</tool_call>") if who == "call" else what
 
 
@@ -92,11 +86,12 @@ def sft_step(
         set_lr(optimizer, lr * factor)
     batches = micro_batches(rows, [0.0] * len(rows), cfg.micro_tokens)
     tokens = sum(len(b.targets) for b in batches)
-    total = 0.0
-    for batch in batches:
+
+    def loss_of(batch: Batch) -> tuple[torch.Tensor, float]:
         loss = -logprobs(policy, batch)[0].sum() / tokens
-        loss.backward()
-        total += float(loss.detach())
+        return loss, float(loss.detach())
+
+    total = sum(backward(loss_of, batches, policy))
     norm = float(torch.nn.utils.clip_grad_norm_([p for o in optimizers for p in trained_by(o)], cfg.grad_clip))
     passes = guard.passes(total, norm, batches, f"cold-start{step}")
     for optimizer in optimizers:

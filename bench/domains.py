@@ -1,36 +1,32 @@
 """How quick and how small τ²-bench's worlds are.
 
-python bench/domains.py --data DIR [--json FILE]
+python bench/domains.py --data DIR [--quick] [--json FILE]
 """
 
 import argparse
 import gc
-import json
 import sys
 import time
 import tracemalloc
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from measure import finish, row, start
 
 from chat import UserError
 from domains.replay import DOMAINS
 
-WORLDS = 1000
 
-
-def measure(name: str, data: str | None) -> list[dict]:
-    """One domain's figures. Calls are the gold ones of all tasks; a goal check follows all gold calls of the task."""
+def measure(name: str, data: str | None, quick: bool) -> list[dict]:
+    """One domain's rows. Calls are the gold ones of all tasks; a goal check follows all gold calls of the task."""
     tracemalloc.start()
     domain = DOMAINS[name](data)
     base = tracemalloc.get_traced_memory()[0]
-    ids = domain.ids("base")
-    tasks = [domain.task("base", 0, i) for i in range(len(ids))]
+    n = min(5 if quick else 10**9, len(domain.ids("base")))
+    tasks, copies = [domain.task("base", 0, i) for i in range(n)], 20 if quick else 1000
     for task in tasks:
         domain.goal(task)
     gc.collect()
     began = tracemalloc.get_traced_memory()[0]
-    worlds = [domain.world(tasks[i % len(ids)]) for i in range(WORLDS)]
+    worlds = [domain.world(tasks[i % n]) for i in range(copies)]
     fresh = tracemalloc.get_traced_memory()[0] - began
     for world in worlds:
         play_gold(world)
@@ -40,16 +36,20 @@ def measure(name: str, data: str | None) -> list[dict]:
     reset, worlds = timed(lambda: [domain.world(task) for task in tasks])
     calls, _ = timed(lambda: [play_gold(world) for world in worlds])
     check, _ = timed(lambda: [world.reward() for world in worlds])
-    n = sum(len(world.calls) for world in worlds)
+    made = sum(len(world.calls) for world in worlds)
     slowest = max(min(timed(world.reward)[0] for _ in range(10)) for world in worlds)  # min: other programs run too
+    micro, mebi = 1e6 / n, 1 / 2**20
+    below = lambda what, value, unit, bound: row(
+        f"{name}: {what}", value, unit, None, f"< {bound:g} {unit}", value < bound
+    )
     return [
-        figure(name, "calls", n / calls, "1/s"),
-        figure(name, "reset", reset / len(tasks) * 1e6, "µs", 1000),
-        figure(name, "goal check, mean", check / len(tasks) * 1e6, "µs", 1000),
-        figure(name, "goal check, slowest task", slowest * 1e6, "µs", 1000),
-        figure(name, "base with tasks not yet read", base / 2**20, "MiB"),
-        figure(name, f"{WORLDS} worlds, before", fresh / 2**20, "MiB", base / 2**20, "one copy of the base"),
-        figure(name, f"{WORLDS} worlds, after the gold calls", played / 2**20, "MiB"),
+        row(f"{name}: calls", made / calls, "1/s"),
+        below("reset", reset * micro, "µs", 1000),
+        below("goal check, mean", check * micro, "µs", 1000),
+        below("goal check, slowest task", slowest * 1e6, "µs", 1000),
+        row(f"{name}: base with tasks not yet read", base * mebi, "MiB"),
+        below(f"{copies} worlds, before (one copy of the base)", fresh * mebi, "MiB", round(base * mebi, 3)),
+        row(f"{name}: {copies} worlds, after the gold calls", played * mebi, "MiB"),
     ]
 
 
@@ -65,37 +65,17 @@ def timed(function) -> tuple[float, object]:
     return time.perf_counter() - began, result
 
 
-def figure(domain: str, name: str, value: float, unit: str, below: float | None = None, against: str = "") -> dict:
-    """A measured value and, if one was promised, the bound it must stay below."""
-    promise = None if below is None else f"< {below:.4g} {unit}"
-    met = None if below is None else value < below
-    return {
-        "name": f"{domain}: {name}",
-        "value": round(value, 3),
-        "unit": unit,
-        "against": against,
-        "promise": promise,
-        "met": met,
-    }
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="folder with τ²-bench's data (or TAU2_DATA_DIR)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
+    o = start(parser, None)
     try:
-        figures = [f for name in DOMAINS for f in measure(name, options.data)]
+        rows = [r for name in DOMAINS for r in measure(name, o.data, o.quick)]
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
-    for f in figures:
-        verdict = "" if f["promise"] is None else f"{f['promise']:<12} {'met' if f['met'] else 'MISSED'}"
-        print(f"{f['name']:<45} {f['value']:>12,.2f} {f['unit']:<4} {verdict} {f['against']}".rstrip())
-    if options.json:
-        options.json.write_text(json.dumps(figures, ensure_ascii=False, indent=1))
-    return int(any(f["met"] is False for f in figures))
+        sys.exit(2)
+    finish(rows, o)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

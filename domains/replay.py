@@ -159,7 +159,40 @@ def read_vectors(path: str) -> list[dict]:
         raise UserError(
             f"{path} holds {str(odd[0])[:40]}: a vector is an object with an id that begins with its domain"
         )
+    for v in vectors:
+        check_fields(v)
     return vectors
+
+
+def check_fields(vector: dict) -> None:
+    """Raises UserError with the first field that the replay of a vector would miss."""
+
+    def need(value: Any, what: str, *names: str) -> None:
+        for name in names:
+            if not isinstance(value, dict) or name not in value:
+                raise UserError(f"vector {vector['id']}: {what} has no {name}; a recorded one has")
+
+    def each(values: Any, what: str, *names: str) -> list:
+        values = values if isinstance(values, list) else [values]
+        for value in values:
+            need(value, what, *names)
+            if not isinstance(value.get("arguments", {}), dict):
+                raise UserError(f"vector {vector['id']}: arguments {str(value['arguments'])[:40]} are no object")
+        return values
+
+    call = ("requestor", "name", "arguments")
+    if "calls" in vector:
+        need(vector, "it", "initialization_actions")
+        each(vector["calls"], "a call", *call, "observation", "error")
+        return
+    need(vector, "it", "messages", "task_id", "termination_reason", "expected")
+    called = set()
+    for message in each(vector["messages"], "a message", "role", "content"):
+        called |= {str(c["id"]) for c in each(message.get("tool_calls") or [], "a call", "id", *call)}
+        if message["role"] == "tool":
+            need(message, "a tool's message", "id", "error")
+            if str(message["id"]) not in called:
+                raise UserError(f"vector {vector['id']}: result {str(message['id'])[:40]} comes before its call")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,14 +10,14 @@ Deliberately left out: stock keeping and money movements. Payment is read, never
 
 import itertools
 import json
+import math
 import random
 import re
-from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 from chat import Call
-from tools import Fact, Task, ToolError, World, schema
-from user_sim import STOP, Heard
+from tools import Agent, Domain, Fact, Task, ToolError, World
+from user_sim import GUIDE, STOP, Heard
 
 # ── Words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 FIRST = """Ada Amir Bela Boris Carla Chen Dora Dirk Elif Emil Farah Felix Gina Goran Hana Hugo Ines Ivan Jana Jonas Kira Kofi
@@ -585,7 +585,7 @@ def asked(text: str) -> str:
 def meaning(text: str) -> tuple:
     """What a user's message does, whatever its words: wish, yes or no, details, whether it ends the talk.
 
-    Two replies with equal meaning are the same reply to a careful agent; `user_fault` compares by it.
+    Two replies with equal meaning are the same reply to a careful agent; `user_sim.departure` compares by it.
     """
     details = tuple(map(tuple, mentions(text).values()))
     wish = "" if any(details) else asked(text)
@@ -615,8 +615,6 @@ CARELESS = Care(no_check=1.0, no_refusal=1.0)
 # What each side practises more often than it occurs, as changes to the domain's mix.
 TEACHER_MIX = {"two": 0.2, "slip": 0.15}
 PRACTICE_MIX = {"two": 0.4, "slip": 0.3, "forbidden": 0.15, "changed": 0.5}
-
-Agent = Generator[Call | str, str, None]
 
 
 def demonstrator(care: Care, rng: random.Random) -> Agent:
@@ -783,28 +781,29 @@ BASELINES = {
 
 
 @dataclass(frozen=True)
-class Shop:
-    """The domain object (see `tools`). prompts: put policy and tool schemas into the agent's prompt."""
+class Shop(Domain):
+    """The domain (see `tools.Domain`)."""
 
     prompts: bool = False
     mix: Mix = Mix()
-    name: str = "shop"
-    greeting: str = GREETING
-    splits = RESIDUES
+    name = "shop"
+    policy, functions, splits, baselines = POLICY, TOOLS, dict.fromkeys(SPLITS), BASELINES
+    greeting, guide, scripts = GREETING, GUIDE, ("scripted", "stranger")
+    unseen = {"unseen_combination": ("combo", math.inf), "unseen_names": ("names", 100)}  # noqa: RUF012
 
-    @property
-    def system(self) -> str | None:
-        return POLICY if self.prompts else None
-
-    @property
-    def tools(self) -> list[dict] | None:
-        return [schema(t) for t in TOOLS.values()] if self.prompts else None
+    @classmethod
+    def from_config(cls, cfg) -> "Shop":
+        return cls(cfg.prompts, Mix(cfg.two, cfg.forbidden, cfg.changed, cfg.slip))
 
     def task(self, split: str, seed: int, index: int) -> Task:
         return make_task(split, seed, index, self.mix)
 
-    def world(self, task: Task) -> World:
-        return World(task, TOOLS)
+    def practice_task(self, side: str, seed: int, index: int) -> Task:
+        changes = TEACHER_MIX if side == "agent" else PRACTICE_MIX
+        return make_task("train", seed, index, replace(self.mix, **changes))
+
+    def demonstrator(self, rng: random.Random, side: str) -> Agent:
+        return demonstrator(TEACHER if side == "agent" else PRACTICE, rng)
 
     def instruction(self, task: Task) -> str:
         return instruction(task)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from chat import Call, Malformed, ToolCalls, parse
 from domains.tau2 import Domain, World
-from tools import FAULTS
+from tools import TOOL_FAULTS
 
 # Ours → τ²-bench's. What it calls context_window_exceeded it leaves out of its means, and here that counts as 0.
 TERMINATION = {
@@ -103,7 +103,7 @@ def as_call(item: Call | Malformed, text: str) -> dict:
 def replayed(domain: Domain, task: str, talk: list[dict]) -> World:
     """The world at the end of a conversation."""
     world = domain.world(domain.task_by_id(task))
-    undone = {m["id"] for m in talk if m["role"] == "tool" and m["content"] in FAULTS}
+    undone = {m["id"] for m in talk if m["role"] == "tool" and m["content"] in TOOL_FAULTS}
     for message in talk[1:]:
         if message["role"] == "assistant" and message["content"]:
             world.tell(message["content"])

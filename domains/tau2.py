@@ -278,11 +278,11 @@ class World(tools.World):
     """One episode. What a tool wrote before it refused stays written: upstream has no rollback.
 
     `transferred` stays False: a transfer is a call like any other here. The agent then says so, and it is the *user* who
-    ends the conversation, with one of `Domain.stops`.
+    ends the conversation, with one of `user_sim.STOPS`.
     """
 
     def __init__(self, task: Task, domain: "Domain"):
-        super().__init__(task, domain.functions["assistant"])
+        super().__init__(task, domain.functions)
         self.domain = domain
 
     def rows(self, table: str) -> Iterator[tuple[Any, Any]]:
@@ -377,10 +377,29 @@ TASK_SETS = {
 }
 ROLE = """You are a customer service agent. Help the user, and keep to the policy below.
 In each turn either send the user a message or call a tool, never both. Calls must be valid JSON."""
+# What suits these domains better than a preset's values. Policy and tools take 3,800 to 7,400 tokens, and there is no split to
+# validate on. With the CPU's preset nothing is measured in `train`: that takes hours.
+SIZES = dict(  # noqa: C408
+    prompts=True, eval_every=0, eval_tasks=0, max_errors=10, minibatches=1, micro_tokens=8192,
+    share_prefix=True, checkpointing=True,
+)  # fmt: skip
+ON_CPU = dict(  # noqa: C408
+    tasks=2, group_size=4, slots=4, max_turns=12, max_new=128, user_max_new=96, max_len=8192, user_max_len=4096, test_tasks=0,
+)  # fmt: skip
+ON_GPU = dict(  # noqa: C408
+    tasks=16, group_size=8, max_new=1024, max_len=16384, user_max_len=8192, slots=12, test_tasks=40, micro_tokens=16384,
+)  # fmt: skip
+AS_PAPER = dict(max_len=32768, user_max_len=16384, slots=8, test_tasks=40, micro_tokens=32768)  # noqa: C408
 
 
-class Domain:
-    """A domain of τ²-bench (the interface is in tools.py), read from a folder (`locate`).
+def transfer_at_once() -> tools.Agent:
+    """Null baseline."""
+    yield ""
+    yield Call("transfer_to_human_agents", {"summary": ""})
+
+
+class Domain(tools.Domain):
+    """A domain of τ²-bench, read from a folder (`locate`).
 
     task_set: "head", "small" (telecom's tasks with one trouble each), "v0.2.0" (the tasks of autumn 2025, which need no
     judge) or "tau1" (τ-bench v1).
@@ -401,7 +420,9 @@ class Domain:
     user_writes: tuple[Callable, ...] = ()
     hidden: tuple[str, ...] = ()  # tables that are no part of the database
     greeting = "Hi! How can I help you today?"
-    stops = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")  # each in a user's message ends the conversation
+    limits = {"max_turns": 100, "max_errors": 10}  # noqa: RUF012  # the benchmark's: 200 steps of both
+    paper_split = True
+    baselines = tools.Domain.baselines | {"transfer": lambda rng: transfer_at_once()}
 
     def __init__(
         self,
@@ -414,18 +435,27 @@ class Domain:
             raise UserError(f"{task_set}, {rule}: task sets are {', '.join(TASK_SETS)}, rules official and careful")
         self.judge, self.rule, self.task_set = judge, rule, task_set
         self.folder = locate(data, self.name)
-        self.functions = {
-            "assistant": {t.__name__: t for t in (*self.reads, *self.writes, *self.generic)},
-            "user": {t.__name__: t for t in (*self.user_reads, *self.user_writes)},
-        }
+        self.functions = {t.__name__: t for t in (*self.reads, *self.writes, *self.generic)}
+        self.user_functions = {t.__name__: t for t in (*self.user_reads, *self.user_writes)}
         self.policy = self.read_policy()
         self.read_task = read_tau1_task if task_set == "tau1" else read_task
         with intact(self.folder):
             self.base = self.load()
             self.records = self.read_records()
-            self.splits = self.read_splits()
+            self.split_ids = self.read_splits()
+        self.splits = {split: len(ids) for split, ids in self.split_ids.items()}
         self._tasks: dict[str, Task] = {}
         self._goals: dict[str, tuple[dict, dict]] = {}
+
+    @classmethod
+    def sizes(cls, preset) -> dict[str, Any]:
+        size = ON_CPU if preset.device == "cpu" else AS_PAPER if preset.max_len > 16384 else ON_GPU
+        return SIZES | size
+
+    @classmethod
+    def from_config(cls, cfg) -> "Domain | PaperSplit":
+        tested = cls(cfg.data or None, cfg.task_set)
+        return PaperSplit(cls(cfg.data or None, "tau1"), tested) if cfg.paper_split else tested
 
     # Reading the folder
 
@@ -456,18 +486,18 @@ class Domain:
 
     @functools.cached_property
     def tools(self) -> list[dict]:
-        return [schema(tool) for tool in self.functions["assistant"].values()]
+        return [schema(tool) for tool in self.functions.values()]
 
     @functools.cached_property
     def user_tools(self) -> list[dict]:
         """Schemas of the user's own tools (telecom)."""
-        return [schema(tool) for tool in self.functions["user"].values()]
+        return [schema(tool) for tool in self.user_functions.values()]
 
     def ids(self, split: str) -> tuple[str, ...]:
         """The ids of a split's tasks."""
-        if not self.splits.get(split):
+        if not self.split_ids.get(split):
             raise UserError(f"{self.name}, {self.task_set}: no split {split}; choose one of {', '.join(self.splits)}")
-        return self.splits[split]
+        return self.split_ids[split]
 
     def task(self, split: str, seed: int, index: int) -> Task:
         """Task `index` of a split in an order drawn from the seed. Each pass over the split has each task once."""
@@ -510,7 +540,7 @@ class Domain:
 
     def instruction(self, task: Task) -> str:
         """The simulated user's system prompt. Only the user sees it."""
-        file = "simulation_guidelines_tools.md" if self.functions["user"] else "simulation_guidelines.md"
+        file = "simulation_guidelines_tools.md" if self.user_functions else "simulation_guidelines.md"
         parents = self.folder.parents
         guide = read_file(parents[1] / "user_simulator" / file, parents[0] / "user_simulator" / file)
         return f"{guide}\n\n<scenario>\n{task.scenario}\n</scenario>"
@@ -519,7 +549,7 @@ class Domain:
 
     def tool(self, requestor: str, name: str) -> Callable:
         """A registered tool of the "assistant" or the "user". Errors: ToolError."""
-        functions = self.functions[requestor]
+        functions = self.user_functions if requestor == "user" else self.functions
         if not functions:
             raise ToolError("User tools not available")
         if name not in functions:
@@ -586,6 +616,13 @@ class PaperSplit:
         wanted = lambda task: canonical([[a.name, a.arguments] for a in task.gold if a.name in writes])
         seen = {wanted(self.trained.task_by_id(id)) for id in self.trained.records} - {canonical([])}
         return sum(wanted(self.tested.task_by_id(id)) in seen for id in self.tested.ids("test"))
+
+    def notices(self) -> list[str]:
+        return [
+            "warning: --paper-split trains on all tasks of τ-bench v1, as the paper did. They overlap with the test tasks: "
+            f"{self.overlap()} of the {len(self.ids('test'))} want the very writes that a training task wants. Success on "
+            "them is no success on unseen tasks"
+        ]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tested, name)

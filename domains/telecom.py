@@ -978,6 +978,7 @@ class Telecom(Domain):
     name = "telecom"
     database = Database
     hidden = ("hidden",)
+    paper_split = False
     reads = (
         get_bills_for_customer,
         get_customer_by_id,

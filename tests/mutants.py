@@ -183,7 +183,7 @@ MUTANTS = {
         "all members of a group are equal, so is their reward: nothing is ever trained",
         ALGO + "members_of_a_group_differ_and_do_not_depend_on_the_slots"),
     "user_and_agent_share_a_stream": Mutant(
-        "evaluation.py", "(*key, 1), cfg.user_max_new", "(*key, 0), cfg.user_max_new",
+        "evaluation.py", '(*key, SPEAKER["user"])', '(*key, SPEAKER["agent"])',
         "user and agent draw the same numbers: their words are correlated",
         ALGO + "every_task_member_speaker_step_and_phase_has_its_own_stream"),
     "refilled_groups_repeat_streams": Mutant(

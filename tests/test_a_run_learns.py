@@ -6,6 +6,7 @@ import json
 import config
 import mua_rl
 from evaluation import Stage, evaluate, make_domain, make_samplers
+from model_files import load_chat, load_model
 from run import checkpoint_of
 
 FLAGS = (
@@ -21,9 +22,9 @@ def test_a_small_run_learns(tmp_path):
     loss = [r["loss"] for r in rows if r["phase"] == "sft"]
     assert loss[-1] < 0.1 * loss[0]
     assert all(r["gap_max"] < 1e-4 for r in rows if r["phase"] == "rl" and r["trained_rows"])
-    cfg, chat, success = config.read_config(run), mua_rl.Chat.load(run / "checkpoint"), {}
+    cfg, chat, success = config.read_config(run), load_chat(run / "checkpoint"), {}
     for name in ("cold_start", "checkpoint"):
-        weights = mua_rl.models.load(checkpoint_of(run, name))
+        weights = load_model(checkpoint_of(run, name))
         stage = Stage(cfg, make_domain(cfg), chat, make_samplers(cfg, chat, weights, weights))
         success[name] = evaluate(stage, "test", 250, 1, "scripted")[0]["success"]
     null = json.loads((run / "summary.json").read_text())["null"]

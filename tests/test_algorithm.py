@@ -28,7 +28,7 @@ from grpo import advantages, trained_rows
 from mua_rl import collect
 from rollout import EXITS, Sampler, Trajectory
 from run import Clock, State
-from tools import FAULTS, FaultyTools
+from tools import TOOL_FAULTS, FaultyTools
 
 CFG = Config()
 SHOP = shop.Shop()
@@ -203,7 +203,7 @@ def calls_of(task, p, seed):
     world.identified = set(task.db["customers"])
     results = []
     for call in task.gold:
-        while not results or results[-1] in FAULTS:
+        while not results or results[-1] in TOOL_FAULTS:
             results.append(world.call(call.name, call.arguments))
     return results, world
 
@@ -215,8 +215,12 @@ def test_faulty_tools_do_nothing_say_so_and_play_again_the_same():
     [gold] = task.gold
     never.identified = always.identified = set(task.db["customers"])
     fresh = always.state()
-    assert always.call(gold.name, gold.arguments) in FAULTS and always.state() == fresh and not always.written
-    assert never.call(gold.name, gold.arguments) not in FAULTS and never.state() != fresh and never.reward().diff == ()
+    assert always.call(gold.name, gold.arguments) in TOOL_FAULTS and always.state() == fresh and not always.written
+    assert (
+        never.call(gold.name, gold.arguments) not in TOOL_FAULTS
+        and never.state() != fresh
+        and never.reward().diff == ()
+    )
     assert always.reward().diff  # the goal is found with tools that work
     tries = {member: calls_of(task, 0.5, (0, 0, 0, 1, member))[0] for member in range(200)}
     assert tries == {member: calls_of(task, 0.5, (0, 0, 0, 1, member))[0] for member in range(200)}
@@ -326,7 +330,7 @@ def test_every_task_member_speaker_step_and_phase_has_its_own_stream():
                 first[tuple(ctx.uniform() for _ in range(2))] += 1
                 again = contexts(stage, "lm", phase, step, index, member)
                 assert ctx.stream in {c.stream for c in again}  # and the same one when it is played again
-    assert len(first) == 2 * 2 * 3 * 4 * 3 * 2 and set(first.values()) == {1}
+    assert len(first) == 2 * len(PHASE) * 3 * 4 * 3 * 2 and set(first.values()) == {1}
 
 
 @settings(max_examples=50, deadline=None)
@@ -348,7 +352,7 @@ def test_scripted_users_and_tool_faults_draw_from_streams_of_their_own():
         drawn.update(
             [ctx.uniform(), random.Random(f"user {key}").random(), random.Random(f"tool faults {key}").random()]
         )
-    assert len(drawn) == 2 * 2 * 4 * 3
+    assert len(drawn) == len(PHASE) * 2 * 4 * 3
 
 
 def test_members_of_a_group_differ_and_do_not_depend_on_the_slots():

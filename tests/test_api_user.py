@@ -345,7 +345,7 @@ def test_roles_are_flipped_and_the_view_grows():
         ("assistant", "Yes."),
         ("user", "Done."),
     ]
-    assert trajectory.metrics["user_faults"] == {} and user.failure == ""
+    assert trajectory.metrics["user_breaches"] == {} and user.failure == ""
 
 
 BROKEN = {
@@ -372,7 +372,7 @@ def test_a_broken_contract_is_answered_with_one_reminder_that_leaves_no_trace(ki
         user = user_of(api)
         user.tools = list(Telecom.user_tools)
         heard = drive(user.open())
-        assert heard.text == "My user id is kim_1" and not heard.failed and user.faults == {kind: 1}
+        assert heard.text == "My user id is kim_1" and not heard.failed and user.breaches == {kind: 1}
         assert drive(user.reply("Cancel W7?")).text == "Yes."
     first, again, later = (request["messages"] for request in server.requests)
     assert again[0]["content"].startswith(INSTRUCTION + "\n\nYour last answer could not be used")
@@ -381,7 +381,7 @@ def test_a_broken_contract_is_answered_with_one_reminder_that_leaves_no_trace(ki
     with serving(broken) as (server, api):
         trajectory, _ = play([], user := user_of(api), Telecom())
         assert trajectory.exit == "user_failed" and trajectory.reward is None and len(server.requests) == 2
-        assert trajectory.metrics == trajectory.metrics | {"user_faults": {kind: 2}, "user_failure": user.failure}
+        assert trajectory.metrics == trajectory.metrics | {"user_breaches": {kind: 2}, "user_failure": user.failure}
         assert kind in user.failure
 
 
@@ -434,11 +434,11 @@ def test_nothing_to_say_after_a_silent_call():
     first = said("Please transfer me.", [("wifi", "{}")])
     with serving(first, said("")) as (server, api):
         trajectory, _ = play([], user_of(api), Telecom())
-        assert trajectory.exit == "user_failed" and trajectory.metrics["user_faults"] == {"empty": 2}
+        assert trajectory.exit == "user_failed" and trajectory.metrics["user_breaches"] == {"empty": 2}
         assert trajectory.turns[-1] == {"role": "user", "text": "Please transfer me."} and len(server.requests) == 3
     with serving(said("No signal."), first, said(""), said(f"Thanks, that is all. {STOP}")) as (server, api):
         trajectory, _ = play(["Hm."], user_of(api), Telecom())
-        assert trajectory.exit == "user_ended" and trajectory.metrics["user_faults"] == {"empty": 1}
+        assert trajectory.exit == "user_ended" and trajectory.metrics["user_breaches"] == {"empty": 1}
         assert trajectory.turns[-1]["text"] == f"Please transfer me.\n\nThanks, that is all. {STOP}"
     with serving(said("No signal."), said(f"It works. {STOP}", [("wifi", "{}")])) as (server, api):
         trajectory, world = play(["Try now."], user_of(api), Telecom())
@@ -497,7 +497,7 @@ def test_sixty_four_users_at_once_hold_nobody_up():
         sampler = Sampler(MODEL, CHAT.end_ids, 72, 300)
         results = rollout(talks, {"agent": sampler}, on_done)
     assert set(done[:8]) == set(range(64, 72)) and sorted(done) == list(range(72))
-    assert [user.faults.total() for user in results[:64]] == [0] * 64 and len(server.requests) == 64 * 3
+    assert [user.breaches.total() for user in results[:64]] == [0] * 64 and len(server.requests) == 64 * 3
     reference = rollout([alone(i, 6) for i in range(8)], {"agent": Sampler(MODEL, CHAT.end_ids, 8, 300)})
     assert [ctx.ids for ctx in results[64:]] == [ctx.ids for ctx in reference]  # and changed nothing they said
     assert not sampler.busy and not sampler.slot_of

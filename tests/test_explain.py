@@ -23,10 +23,10 @@ from chat import Role, UserError
 from config import Config
 from domains import shop
 from grpo import make_batch
+from new_model import from_scratch_shape
 from rollout import Trajectory
 from run import Run, State, save_checkpoint
 from sft import agent_view, demonstration
-from weights import from_scratch_shape
 
 ROOT = Path(__file__).parents[1]
 CFG = Config(layers=2, width=32, heads=2, kv_heads=1, mlp=32, tasks=1, group_size=4, kl=0.1, threads=1, temperature=0.8)
@@ -35,7 +35,7 @@ REWARDS = [1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]  # of two groups: one that 
 
 def play(policy, domain, task, member: int, reward: float) -> Trajectory:
     """A demonstrator's talk with the log-probs of `policy`, as its sampler would have noted them."""
-    talk = demonstration(domain, task, shop.TEACHER, random.Random(f"{task.id} {member}"))
+    talk = demonstration(domain, task, "agent", random.Random(f"{task.id} {member}"))
     ctx = agent_view(domain, CHAT, talk)
     with torch.no_grad():
         logp = iter(grpo.logprobs(policy, make_batch([ctx], [0.0]), CFG.temperature)[0].tolist())

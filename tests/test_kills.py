@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_run import QUICK, SMALL, rows, same_run
+from test_run import SMALL, quicken, rows, same_run
 
 import mua_rl
 import run as runs
 
 KILLS, BETWEEN = 50, 2  # every run is killed twice, then left alone
-WRITES = "sync remove write_whole save_file"  # of run.py: each is a moment at which files are half there
+WRITES = "sync remove write_whole write_tensors"  # of run.py: each is a moment at which files are half there
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")]
 
@@ -48,7 +48,7 @@ def forked(args: list[str], log: Path, die_at_write: int | None = None, die_afte
 
         for name in WRITES.split():
             setattr(runs, name, counted(getattr(runs, name)))
-        exec(QUICK, {})
+        quicken(setattr)
         mua_rl.PROCESS_START = time.time()
         code = 1
         try:

@@ -10,7 +10,7 @@ import torch
 from test_chat import CHAT, TOOLS
 
 from chat import Call, Context, Role, Sample, turn_text
-from model import Base, Decoder, ModelConfig, add_lora
+from model import Base, Decoder, KVCache, ModelConfig, add_lora
 from rollout import EXITS, Limits, Sampler, _apart, _batches, converse, inverse_cdf, rollout, sampling_seconds
 
 LIMITS = Limits(max_turns=4, max_new=60, max_len=400, max_malformed=2)
@@ -62,7 +62,7 @@ class Task:
 
 
 class Domain:
-    system, tools = "Rules.", TOOLS
+    system, tools, user_tools = "Rules.", TOOLS, None
 
     def __init__(self):
         self.worlds = []
@@ -489,6 +489,37 @@ def test_a_shared_beginning_is_prefilled_once_and_changes_nothing():
     contexts, sampler = run(3, [system, system + "Be kind.", system])  # slots go from one beginning to another
     assert worst_gap(MODEL, contexts) <= 1e-5
     assert sampler.prefilled_tokens < sum(len(c.ids) for c in contexts) - 8 * shared
+
+
+def test_the_cache_holds_what_its_invariant_says_at_every_step(monkeypatch):
+    """Few slots, shared beginnings, turns that end and turns that are cut: each slot's keys are those of its context's first
+    n tokens, computed alone; a context being decoded has all but its newest; a shared beginning is where it is said to be."""
+    sampler, seen = Sampler(MODEL, CHAT.end_ids, 4, 400), 0
+    step = sampler.step
+
+    def keys(ids):
+        cache, n = KVCache(MODEL.cfg, 1, 400), len(ids)
+        MODEL.forward_cached(torch.tensor([ids]), cache, None, torch.tensor([0]), upto=n)
+        return cache.keys[:, 0, :, :n]
+
+    @torch.no_grad()
+    def checked():
+        nonlocal seen
+        done = step()
+        for slot, ctx in enumerate(sampler.held):
+            n = int(sampler.cached[slot])
+            if ctx is not None and n and sampler.steps % 5 == 0:
+                assert torch.allclose(sampler.cache.keys[:, slot, :, :n], keys(ctx.ids[:n]), atol=1e-5)
+                assert n == len(ctx.ids) - 1 if slot in sampler.active or ctx in done else n < len(ctx.ids)
+                seen += 1
+        for beginning, slot in sampler.prefixes.items():
+            if sampler.steps % 5 == 0 and sampler.cached[slot] >= (n := len(beginning)):
+                assert torch.allclose(sampler.cache.keys[:, slot, :, :n], keys(beginning), atol=1e-5)
+        return done
+
+    monkeypatch.setattr(sampler, "step", checked)
+    contexts = rollout([talk(i, 1 + i % 4, system="Rules. " * 9) for i in range(12)], {"agent": sampler})
+    assert seen > 50 and any(c.ids[-1] not in CHAT.end_ids for c in contexts)
 
 
 def test_long_prompts_are_prefilled_in_pieces():

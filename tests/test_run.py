@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,14 +17,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+import commands
 import config
+import evaluation
 import grpo
 import mua_rl
+import report
+import run as runs
 import sft
 import weights
 from domains import shop
+from evaluation import null_baselines
+from model_files import load_model
+from new_model import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -31,15 +39,28 @@ SMALL = (
     "--group-size 3 --max-turns 3 --max-new 12 --user-max-new 12 --slots 6 --eval-every 2 --eval-tasks 2 --test-tasks 3 "
     "--trials 2 --kl 0.1 --user scripted --overlong train"
 ).split()
-# A policy that knows nothing never earns a reward, and without rewards nothing is learned: for these runs each member of a
-# group gets an advantage of its own, so that every step moves the weights.
-QUICK = """
-import functools, grpo, mua_rl
-mua_rl.tokenizer_texts = functools.partial(mua_rl.tokenizer_texts, n=300)  # a quicker start
-mua_rl.null_baselines = functools.partial(mua_rl.null_baselines, n=50)
-grpo.advantages = lambda rewards, eps=0: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
+DRIVER = f"""
+import sys
+sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}
+import mua_rl, test_run
+test_run.quicken(setattr)
+mua_rl.command_line(sys.argv[1:])
 """
-DRIVER = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{QUICK}\nmua_rl.command_line(sys.argv[1:])\n"
+
+
+@functools.cache
+def small_tokenizer():
+    return train_tokenizer(sft.tokenizer_texts(shop.Shop(), 0, n=300))
+
+
+def quicken(put):
+    """What makes these runs quick, and each of their steps one that moves the weights. put: setattr, or a monkeypatch's."""
+    put(mua_rl, "train_tokenizer", lambda texts: small_tokenizer())
+    put(mua_rl, "null_baselines", functools.partial(null_baselines, n=50))
+    put(report, "curves", lambda run: None)  # two seconds of drawing
+    # A policy that knows nothing never earns a reward, and without rewards nothing is learned: each member of a group gets an
+    # advantage of its own.
+    put(grpo, "advantages", lambda rewards, *_: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))])
 
 
 def command(tmp_path, *args, driver=True):
@@ -50,6 +71,16 @@ def command(tmp_path, *args, driver=True):
 
 def finished(args, **kwargs):
     return subprocess.run(args, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, **kwargs)
+
+
+def here(*args, curves=False):
+    """The same command in this process: a new one takes seconds to import torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = report.curves
+        quicken(patch.setattr)
+        if curves:
+            patch.setattr(report, "curves", drawn)
+        mua_rl.main([str(a) for a in args])
 
 
 def rows(run, phase=None):
@@ -64,10 +95,9 @@ def timeless(row):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    tmp = tmp_path_factory.mktemp("unbroken")
-    done = finished(command(tmp, "train", "--run", tmp / "run", *SMALL))
-    assert done.returncode == 0, done.stderr
-    return tmp / "run"
+    run = tmp_path_factory.mktemp("unbroken") / "run"
+    here("train", "--run", run, *SMALL, curves=True)
+    return run
 
 
 def same_run(a: Path, b: Path):
@@ -125,13 +155,12 @@ def test_every_rl_step_moved_the_weights_and_the_ratio_began_at_one(unbroken):
 
 def test_transformers_opens_the_checkpoint_with_equal_logits(unbroken):
     transformers = pytest.importorskip("transformers")
-    import model as models
 
     folder = unbroken / "checkpoint"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([tokenizer("Please cancel #A10 for Ada Adler.")["input_ids"]])
-    ours = models.load(folder)
+    ours = load_model(folder)
     with torch.no_grad():
         a, b = theirs(ids).logits, ours(ids) @ ours.head.T
     assert (a - b).abs().max() <= 1e-5 * a.abs().max()
@@ -144,8 +173,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, unbroken, phase, after)
     wait_for(process, run, phase, after)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = finished(command(tmp_path, "train", "--resume", run))
-    assert done.returncode == 0, done.stderr
+    here("train", "--resume", run)
     same_run(unbroken, run)
 
 
@@ -157,18 +185,13 @@ def test_ctrl_c_finishes_the_step_and_resumes_to_the_same_bits(tmp_path, unbroke
     _, stderr = process.communicate(timeout=120)
     assert f"{sys.executable} {ROOT / 'mua_rl.py'} train --resume {run}" in stderr and "Traceback" not in stderr, stderr
     assert stderr.splitlines()[-1].startswith("stopped after "), stderr
-    done = finished(command(tmp_path, "train", "--resume", run))
-    assert done.returncode == 0, done.stderr
+    here("train", "--resume", run)
     same_run(unbroken, run)
 
 
 def small_run(folder, monkeypatch, *flags, stop_at=None):
     """A small run in this process, which dies before a step of reinforcement learning is saved, if told so."""
-    monkeypatch.setattr(mua_rl, "tokenizer_texts", functools.partial(TEXTS, n=300))
-    monkeypatch.setattr(mua_rl, "null_baselines", lambda *_: {"do_nothing": 0.0, "careless": 0.5})
-    monkeypatch.setattr(
-        grpo, "advantages", lambda rewards, *_: [(-1.0) ** i * (1 + i / 10) for i in range(len(rewards))]
-    )
+    quicken(monkeypatch.setattr)
     monkeypatch.setattr(mua_rl, "learn", LEARN if stop_at is None else functools.partial(die_at, stop_at))
     args = ["--run", str(folder), *SMALL, "--test-tasks", "0", "--eval-tasks", "0", "--threads", "1", *flags]
     args = ["--resume", str(folder)] if (folder / "checkpoint").exists() else args
@@ -178,7 +201,7 @@ def small_run(folder, monkeypatch, *flags, stop_at=None):
     return folder
 
 
-LEARN, TEXTS = mua_rl.learn, sft.tokenizer_texts
+LEARN = mua_rl.learn
 
 
 def die_at(stop_at, job, step, groups, tasks):
@@ -385,6 +408,7 @@ def refused(args, capsys) -> str:
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_line_and_exit_2(tmp_path, unbroken, line, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    quicken(monkeypatch.setattr)
     args = [str(unbroken) if a == "RUN" else a for a in line.split()]
     if args[0] == "train" and "--run" not in args and "--resume" not in args:
         args += ["--run", str(tmp_path / "new")]
@@ -424,7 +448,8 @@ def test_a_new_run_names_an_unfinished_one_and_a_busy_machine(tmp_path, unbroken
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     old, new = Path("runs/tiny-seed0"), Path("runs/tiny-seed0-2")
     shutil.copytree(unbroken, old)
-    job = SimpleNamespace(cfg=config.Config(), run=SimpleNamespace(folder=new), domain=None)
+    job = SimpleNamespace(cfg=config.Config(), run=SimpleNamespace(folder=new))
+    job.domain = SimpleNamespace(notices=lambda: ())
     job.state = SimpleNamespace(results={"null": {"do_nothing": 0.0}})
     assert next(f for f in mua_rl.names(job.cfg) if not f.exists()) == new
     assert not list(mua_rl.notices(job))  # it is finished
@@ -513,6 +538,19 @@ def test_another_files_tensors_are_no_optimizer_state(tmp_path, unbroken, capsys
     assert "optimizer state" in refused(["train", "--resume", run], capsys)
 
 
+@pytest.mark.parametrize("left_out", [r"0\.1\..*", r"0\.0\.exp_avg_sq"])
+def test_an_optimizer_state_with_holes_is_refused(tmp_path, unbroken, left_out, capsys):
+    """Its moments would begin at nothing, silently."""
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    path = run / "checkpoint" / "optimizer.safetensors"
+    tensors = load_file(path)
+    kept = {k: v for k, v in tensors.items() if not re.fullmatch(left_out, k)}
+    assert len(kept) < len(tensors)
+    save_file(kept, path)
+    assert "not there for all parameters" in refused(["train", "--resume", run], capsys)
+
+
 def test_a_folder_in_a_files_place_is_one_line_and_exit_2(tmp_path, unbroken, capsys):
     for file in ("config.json", "metrics.jsonl", "episodes.jsonl.gz", "checkpoint/state.json"):
         run = tmp_path / file.replace("/", "-")
@@ -522,14 +560,22 @@ def test_a_folder_in_a_files_place_is_one_line_and_exit_2(tmp_path, unbroken, ca
         assert Path(file).name in refused(["train", "--resume", run], capsys)
 
 
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory, unbroken):
+    """Arguments of an evaluation, and the folder it left."""
+    out, args = tmp_path_factory.mktemp("evaluation") / "out", ["eval", unbroken, "--n", 1, "--trials", 1]
+    args += ["--user", "scripted", "--out"]
+    here(*args, out)
+    return args, out
+
+
 @pytest.mark.parametrize(
     "file, content",
     [("config.json", "{"), ("config.json", "[]"), ("conversations.jsonl", "{\n"), ("conversations.jsonl", "{}\n")],
 )
-def test_a_damaged_evaluation_is_one_line_and_exit_2(tmp_path, unbroken, file, content, capsys):
-    out, args = tmp_path / "out", ["eval", unbroken, "--n", 1, "--trials", 1, "--user", "scripted", "--out"]
-    mua_rl.command_line([str(a) for a in [*args, out]])
-    capsys.readouterr()
+def test_a_damaged_evaluation_is_one_line_and_exit_2(tmp_path, evaluated, file, content, capsys):
+    (args, whole), out = evaluated, tmp_path / "out"
+    shutil.copytree(whole, out)
     (out / file).write_text(content)
     with pytest.raises(SystemExit) as stop:
         mua_rl.command_line([str(a) for a in [*args, out]])
@@ -544,6 +590,108 @@ def test_a_run_is_not_overwritten(unbroken, capsys):
     assert [(unbroken / name).read_bytes() for name in kept] == before
 
 
+def test_two_processes_do_not_work_in_one_folder(tmp_path, unbroken):
+    """The one that came first is named; show needs no lock; and a killed one leaves nothing that stands in the way."""
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    args = command(tmp_path, "train", "--resume", run, "--steps", 2000)
+    first = subprocess.Popen(args, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(first, run, "rl", 5)
+        for other in (args, command(tmp_path, "train", "--run", tmp_path / "new" / ".." / "run", *SMALL)):
+            second = finished(other)
+            assert second.returncode == 2 and second.stderr.count("\n") == 1 and str(run.name) in second.stderr
+        assert f"{run}: process {first.pid} is working in it" in finished(args).stderr
+        shown = finished(command(tmp_path, "show", run, driver=False))
+        assert shown.returncode == 0, shown.stderr
+    finally:
+        first.kill()
+        first.wait()
+    done = finished(command(tmp_path, "train", "--resume", run, "--steps", len(rows(run, "rl")) + 1))
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_evaluations_do_not_write_in_one_folder(tmp_path, unbroken, capsys):
+    """A lock of this process would not stop it: another one holds it."""
+    out, args = tmp_path / "out", ["eval", unbroken, "--n", 1, "--trials", 1, "--user", "scripted", "--out"]
+    mua_rl.command_line([str(a) for a in [*args, out]])
+    held = f"import time, pathlib, run; file = run.lock(pathlib.Path({str(out)!r})); print(flush=True); time.sleep(99)"
+    other = subprocess.Popen([sys.executable, "-c", held], cwd=ROOT, stdout=subprocess.PIPE)
+    other.stdout.readline()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        mua_rl.command_line([str(a) for a in [*args, out]])
+    assert stop.value.code == 2 and f"process {other.pid} is working in it" in capsys.readouterr().err
+    other.kill()
+    other.wait()
+
+
+def test_a_kill_in_the_last_evaluations_loses_none_that_is_complete(tmp_path, unbroken, monkeypatch):
+    run, measured = tmp_path / "run", []
+    shutil.copytree(unbroken, run)
+
+    def evaluate(stage, split, n, trials, user, *rest, **more):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append((split, user))
+        return evaluation.evaluate(stage, split, n, trials, user, *rest, **more)
+
+    monkeypatch.setattr(mua_rl, "evaluate", evaluate)
+    args = ["train", "--resume", str(run), "--steps", "5", "--eval-every", "0"]
+    with pytest.raises(KeyboardInterrupt):
+        mua_rl.main(args)
+    at_kill = {k: v for k, v in runs.load_state(run / "checkpoint").results.items() if k in ("final", "scripted_user")}
+    assert len(at_kill) == 2 == len(measured)
+    monkeypatch.setattr(mua_rl, "evaluate", lambda *a, **k: measured.append(a[1]) or evaluation.evaluate(*a, **k))
+    mua_rl.main(args)
+    results = runs.load_state(run / "checkpoint").results
+    assert len(measured) == 7 and at_kill.items() <= results.items()  # seven in all: none was made twice
+    names = [r["name"] for r in rows(run, "eval") if r["stage"] == "final"]
+    assert len(names) == len(set(names)) == 7
+
+
+def test_users_are_looked_for_before_anything_long_begins(tmp_path, unbroken, capsys, monkeypatch):
+    """A user that is not there, or whose key is not set: not found out after a cold start, nor after the baselines."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr(mua_rl, "cold_start", None)
+    for module in (mua_rl, commands):
+        monkeypatch.setattr(module, "null_baselines", None)
+    for user, words in {"frozen:nowhere": "nowhere", "openai:m": "OPENAI_API_KEY is not set"}.items():
+        assert words in refused(["train", "--run", tmp_path / "new", *SMALL, "--user", user], capsys)
+        assert not (tmp_path / "new").exists()
+        with pytest.raises(SystemExit) as stop:
+            mua_rl.command_line(["eval", str(unbroken), "--n", "1", "--user", user])
+        assert stop.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_tokenizer_larger_than_the_model_is_one_line(tmp_path, unbroken, capsys):
+    run, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(unbroken, run)
+    mua_rl.command_line(["save", str(unbroken), str(model)])
+    capsys.readouterr()
+    for folder in (run / "checkpoint", model):
+        config = json.loads((folder / "tokenizer.json").read_text())
+        size = max(config["model"]["vocab"].values())
+        token = {
+            "content": "<|more|>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        config["added_tokens"].append(token | {"id": size + 40})
+        config["model"]["vocab"] |= {f"<|more{i}|>": size + i for i in range(1, 41)}
+        (folder / "tokenizer.json").write_text(json.dumps(config))
+    for args in (
+        ["train", "--resume", run],
+        ["eval", run],
+        ["eval", model],
+        ["train", "--run", tmp_path / "x", "--model", model],
+    ):
+        assert "its tokenizer has" in refused(args, capsys), args
+
+
 @pytest.mark.parametrize("flags", ["--width 64", "--seed 5", "--group-size 4", "--lr 1"])
 def test_a_resumed_run_stays_the_same_run(unbroken, flags, capsys):
     before = (unbroken / "config.json").read_bytes()
@@ -554,16 +702,16 @@ def test_a_resumed_run_stays_the_same_run(unbroken, flags, capsys):
 def test_a_finished_run_can_be_made_longer_and_is_measured_again(tmp_path, unbroken):
     run = tmp_path / "run"
     shutil.copytree(unbroken, run)
-    done = finished(command(tmp_path, "train", "--resume", run, "--steps", 5))
-    assert done.returncode == 0, done.stderr
+    here("train", "--resume", run, "--steps", 5)
     assert len(rows(run, "rl")) == 5
     finals = [r for r in rows(run, "eval") if r["stage"] == "final"]
     assert {r["step"] for r in finals} == {5} and len({r["name"] for r in finals}) == len(finals)
 
 
-def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken):
-    done = finished(command(tmp_path, "eval", unbroken, "--n", 4, "--trials", 2, driver=False))
-    assert done.returncode == 0 and "pass^2" in done.stdout and "do_nothing" in done.stdout, done.stderr
+def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken, capsys, monkeypatch):
+    mua_rl.command_line(["eval", str(unbroken), "--n", "4", "--trials", "2"])
+    out = capsys.readouterr().out
+    assert "pass^2" in out and "do_nothing" in out
     talk = subprocess.run(
         command(tmp_path, "chat", unbroken, driver=False),
         input="Hello\n\n",
@@ -573,5 +721,7 @@ def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken):
     )
     assert talk.returncode == 0 and "reward" in talk.stdout, talk.stderr
     assert "you speak first" in talk.stdout and f"agent> {shop.GREETING}\nyou> " in talk.stdout
-    shown = finished(command(tmp_path, "show", unbroken, driver=False), env=os.environ | {"NO_COLOR": "1"})
-    assert shown.returncode == 0 and "report.html" in shown.stdout and "\x1b" not in shown.stdout
+    monkeypatch.setenv("NO_COLOR", "1")
+    mua_rl.command_line(["show", str(unbroken)])
+    shown = capsys.readouterr().out
+    assert "report.html" in shown and "\x1b" not in shown

@@ -62,6 +62,25 @@ def digests_of_base(name):
     return replay.Digests(domain(name)).of(domain(name).world(domain(name).task_from(())))
 
 
+@pytest.mark.parametrize(
+    "vector, missing",
+    [
+        ({}, "messages"),
+        ({"calls": []}, "initialization_actions"),
+        ({"calls": [3], "initialization_actions": []}, "a call has no requestor"),
+        ({"calls": [{"requestor": "user", "name": "f", "arguments": {}}], "initialization_actions": []}, "observation"),
+        ({"messages": [], "task_id": "1", "termination_reason": "user_stop"}, "expected"),
+        ({"messages": [{"role": "tool"}], "task_id": "1", "termination_reason": "", "expected": {}}, "content"),
+    ],
+)
+def test_a_vector_without_its_fields_is_one_line(tmp_path, capsys, vector, missing):
+    path = tmp_path / "vectors.jsonl"
+    path.write_text(json.dumps({"id": "retail-1"} | vector))
+    assert replay.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "vector retail-1" in error and missing in error
+
+
 @needs_data
 @pytest.mark.parametrize("name", NAMES)
 def test_databases_are_read_as_upstream_reads_them(name):
@@ -510,7 +529,7 @@ def state(world):
 def test_any_call_gets_an_observation(name):
     d, rng = domain(name), random.Random(name)
     recorded = [(c["requestor"], c["name"], c["arguments"]) for v in vectors("random", name) for c in v["calls"]]
-    starts, names, errors = tasks(d), [n for functions in d.functions.values() for n in functions], 0
+    starts, names, errors = tasks(d), [*d.functions, *d.user_functions], 0
     for i in range(FUZZED):
         if i % 20 == 0:
             world, before = d.world(rng.choice(starts)), {}

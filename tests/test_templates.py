@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 import sft
 from chat import CHATML_TEMPLATE, Call, Chat, Role, turn_text
 from domains import shop
+from model_files import load_chat, save_chat
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,8 +62,8 @@ def both(request, tmp_path_factory):
     tokenizer.add_special_tokens(LLAMA if llama else CHATML)
     tokenizer.add_tokens([] if llama else TAGS)  # not special, as in Qwen3
     config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"} if llama else {"eos_token": "<|im_end|>"}
-    Chat(tokenizer, text, config=config).save(folder)
-    return Chat.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    save_chat(Chat(tokenizer, text, config=config), folder)
+    return load_chat(folder), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 WORDS = [
@@ -242,7 +243,7 @@ def test_every_published_end_token_ends_a_turn(both, tmp_path):
     chat, _ = both
     names = LLAMA[1:2] + LLAMA[4:6] if "<|eot_id|>" in chat._controls else ["<|im_end|>", "<|endoftext|>"]
     ids = [chat.tokenizer.token_to_id(name) for name in names]
-    chat.save(tmp_path)
+    save_chat(chat, tmp_path)
     for generation, model, ends in [
         ({"eos_token_id": ids}, {}, ids),
         ({}, {"eos_token_id": ids}, ids),
@@ -252,4 +253,4 @@ def test_every_published_end_token_ends_a_turn(both, tmp_path):
     ]:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
         (tmp_path / "config.json").write_text(json.dumps(model))
-        assert Chat.load(tmp_path).end_ids == {chat.end_id, *ends}
+        assert load_chat(tmp_path).end_ids == {chat.end_id, *ends}

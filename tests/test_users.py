@@ -1,19 +1,23 @@
 """Users: the common interface, the script's answers, and the audit of a simulated user."""
 
+import dataclasses
 import json
 import random
 import re
 from pathlib import Path
 
 import pytest
+from test_chat import CHAT
+from test_domains_wired import played
 
+import config
 import evaluation
-from chat import UserError
+from chat import UserError, turn_text
 from domains import shop
 from tools import play
-from user_sim import GUIDE, STOP, STOPS, UNJUDGED, Heard, ScriptedUser, choose, contract_fault, parse_pool, user_fault
+from user_sim import GUIDE, STOP, STOPS, UNJUDGED, Heard, ScriptedUser, breach, choose, departure, parse_pool
 
-SHOP = shop.Shop()
+SHOP, CFG = shop.Shop(), config.Config(max_turns=1, max_len=10**6)
 TAU2 = Path(__file__).parents[2] / "shared/tau2"
 
 
@@ -84,13 +88,13 @@ def test_the_audit_passes_the_script_in_other_words_and_finds_planted_faults():
         style = rng.choice(["scripted", "stranger"])
         talk = play(shop.demonstrator(shop.TEACHER, rng), SHOP.script(task, rng, style), SHOP.world(task))
         said = {who: [text for w, text in talk if w == who] for who in ("agent", "user")}
-        assert user_fault(SHOP, task, said["agent"], said["user"]) is None, talk
+        assert departure(SHOP, task, said["agent"], said["user"]) is None, talk
         replies = list(said["user"])
         replies[-1] = "I want to cancel an order."
-        assert user_fault(SHOP, task, said["agent"], replies) is not None
+        assert departure(SHOP, task, said["agent"], replies) is not None
         replies = list(said["user"])
         replies[0] = f"That is all. {STOP}"
-        assert user_fault(SHOP, task, said["agent"], replies) is not None
+        assert departure(SHOP, task, said["agent"], replies) is not None
 
 
 def test_a_yes_to_the_wrong_thing_is_a_fault_of_kind_no():
@@ -99,17 +103,50 @@ def test_a_yes_to_the_wrong_thing_is_a_fault_of_kind_no():
     ask = f"Shall I send {wish.order} to {wish.new}?"
     who = task.wants.name if task.wants.knows != "order" else wish.order
     replies = ["I need to redirect an order.", f"{who}.", f"To {wish.final}, yes."]
-    assert user_fault(SHOP, task, ["What is your name or order number?", ask], replies) == "no"
+    assert departure(SHOP, task, ["What is your name or order number?", ask], replies) == "no"
 
 
 def test_what_the_script_cannot_understand_is_not_the_users_fault():
     task = task_of("cancel")
-    assert user_fault(SHOP, task, ["Gnarf."], ["I want to cancel an order, please.", "Hm?"]) == UNJUDGED
+    assert departure(SHOP, task, ["Gnarf."], ["I want to cancel an order, please.", "Hm?"]) == UNJUDGED
 
 
 def test_failed_users_count_as_faults_and_unjudged_talks_do_not():
     shares = evaluation.fault_shares(["failed", None, None, UNJUDGED, "yes"])
     assert shares["user_fault_rate"] == 0.5 and shares["user_unjudged"] == 0.2
+
+
+def test_what_a_trained_user_that_says_nothing_or_has_no_room_is_worth():
+    """The table in docs/users.md: the agent can do nothing for the one, and has talked too long for the other."""
+    stage, task = evaluation.Stage(CFG, SHOP, CHAT, {}), task_of("cancel", knows="name")
+    first = SHOP.script(task, random.Random(0)).begin().text
+    for said, exit, fault in [
+        ([first, ""], "user_failed", "failed"),
+        ([first, None], "context_full", None),
+        ([None], "context_full", None),
+        ([first, "I am Zoe Zhou."], "turn_limit", "name"),
+    ]:
+        t = played(stage, task, {"agent": ["What is your name or order number?"], "user": said})
+        assert (t.exit, t.reward) == (exit, None if exit == "user_failed" else 0.0), said
+        assert evaluation.fault_of(SHOP, task, t) == fault, said
+    t = played(stage, task, {"agent": [], "user": [STOP]})
+    assert t.exit == "user_failed" and evaluation.fault_of(SHOP, task, t) == "cancel"  # a departure comes first
+
+
+def test_a_departure_is_counted_and_changes_no_reward():
+    stage, task, said = (
+        evaluation.Stage(dataclasses.replace(CFG, max_turns=24), SHOP, CHAT, {}),
+        task_of("cancel", knows="name"),
+        {"agent": [], "user": []},
+    )
+    agent, script = shop.demonstrator(shop.CAREFUL, random.Random(0)), SHOP.script(task, random.Random(0))
+    for who, what in play(agent, script, SHOP.world(task)):
+        if who != "tool":
+            said["user" if who == "user" else "agent"].append(turn_text([what]) if who == "call" else what)
+    t = played(stage, task, said)
+    assert (t.exit, t.reward, evaluation.fault_of(SHOP, task, t)) == ("user_ended", 1.0, None)
+    t = played(stage, task, said | {"user": [*said["user"][:-1], f"I want to cancel an order. {STOP}"]})
+    assert (t.exit, t.reward) == ("user_ended", 1.0) and evaluation.fault_of(SHOP, task, t) is not None
 
 
 # ---------------------------------------------------------------- a pool
@@ -190,7 +227,7 @@ KIM = "You are Kim, and your user id is kim_1. You want your money back. Hidden:
     ],
 )
 def test_a_broken_contract_is_seen(kind, text):
-    assert contract_fault(text, KIM)[0] == kind
+    assert breach(text, KIM)[0] == kind
 
 
 def test_a_customers_own_words_are_no_fault():
@@ -204,11 +241,11 @@ def test_a_customers_own_words_are_no_fault():
         f"Yes, please. {STOP}",
         "No.",
     ):
-        assert contract_fault(text, KIM) is None, text
-    assert contract_fault(f"Yes. {STOPS[1]}", KIM, opening=True)[0] == "stop_at_once"
+        assert breach(text, KIM) is None, text
+    assert breach(f"Yes. {STOPS[1]}", KIM, opening=True)[0] == "stop_at_once"
     words = [f"w{i}" for i in range(100)]
-    assert contract_fault(" ".join(words[9:48]), " ".join(words)) is None  # a customer may say how it was put to it
-    assert contract_fault(" ".join(words[9:49]), " ".join(words))[0] == "instruction"  # but not forty words of it
+    assert breach(" ".join(words[9:48]), " ".join(words)) is None  # a customer may say how it was put to it
+    assert breach(" ".join(words[9:49]), " ".join(words))[0] == "instruction"  # but not forty words of it
 
 
 def test_the_scripted_customers_of_the_shop_keep_the_contract():
@@ -216,7 +253,7 @@ def test_the_scripted_customers_of_the_shop_keep_the_contract():
         task, rng = SHOP.task("train", 0, i), random.Random(i)
         script = SHOP.script(task, rng, rng.choice(["scripted", "stranger"]))
         for who, text in play(shop.demonstrator(shop.TEACHER, rng), script, SHOP.world(task)):
-            assert who != "user" or contract_fault(text, GUIDE + SHOP.instruction(task)) is None, text
+            assert who != "user" or breach(text, GUIDE + SHOP.instruction(task)) is None, text
 
 
 MINE = (
@@ -242,6 +279,6 @@ def test_on_real_scenarios_reading_out_is_seen_and_retelling_is_not(domain, end)
                 for you, me in MINE:
                     mine = re.sub(you, me, mine, flags=re.I)
                 if "the agent" not in mine and "{" not in mine:  # how to play it; what nobody says aloud
-                    assert contract_fault(mine or "-", prompt) is None, mine
-        assert contract_fault("\n".join(v for v in parts.values() if v), prompt)
-        assert contract_fault(guide[200:500], prompt)
+                    assert breach(mine or "-", prompt) is None, mine
+        assert breach("\n".join(v for v in parts.values() if v), prompt)
+        assert breach(guide[200:500], prompt)
