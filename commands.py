@@ -358,8 +358,11 @@ def chat_command(name: str, o: ChatOptions) -> None:
     check_split(domain, o.split)
     index = random.randrange(split_size(domain, o.split, None)) if o.task is None else o.task
     task = domain.task(o.split, cfg.seed, index)
-    whose = "The user's part" if o.watch else "Your part (an empty line ends the talk)"
-    print(f"{whose}, --split {o.split} --task {index}:\n{domain.instruction(task)}\n", flush=True)
+    whose = "The user's part" if o.watch else "Your part: you speak first, and an empty line ends the talk"
+    print(
+        f"{whose} (--split {o.split} --task {index}):\n{domain.instruction(task)}\n\nagent> {domain.greeting}",
+        flush=True,
+    )
     heard = ("user", "agent", "call", "tool") if o.watch else ("call", "tool")  # the rest `Human` prints
 
     def show(who: str, text: str) -> None:
@@ -375,8 +378,17 @@ def chat_command(name: str, o: ChatOptions) -> None:
     print("\n".join(t.diff) or "the database is as it should be, and all was told")
 
 
+SAVE_HELP = """usage: mua_rl.py save RUN_OR_MODEL FOLDER [--merge]
+
+Write trained weights, and the tokenizer, to a new folder: full weights, which transformers and vLLM open, or, of a run with
+--lora-rank, an adapter that peft opens. --merge: full weights of such a run, too."""
+
+
 def save_command(args: list[str]) -> None:
     """Writes what a run has learned, or a pretrained model, as a folder for transformers, peft and vLLM."""
+    if {"-h", "--help"} & {*args}:
+        print(SAVE_HELP)
+        return
     merge, places = "--merge" in args, [a for a in args if a != "--merge"]
     if len(places) != 2 or any(p.startswith("-") for p in places):
         raise UserError("save needs a run and a new folder: python mua_rl.py save runs/tiny-seed0 my-model [--merge]")

@@ -328,16 +328,23 @@ def default_config(args: list[str]) -> Config:
     return fitted(PRESETS[preset], value("--domain") or "shop")
 
 
-def parse(options, args: list[str], name: str):
-    """Flags → a dataclass. An error is one line and exit 2 (tyro's own explanation, shortened)."""
+def parse(options, args: list[str], name: str, about: str | None = None):
+    """Flags → a dataclass. about: what --help begins with; by default the dataclass's own words. An error is one line and
+    exit 2 (tyro's own explanation, shortened).
+    """
     import tyro
 
     error = io.StringIO()
     try:
         with contextlib.redirect_stderr(error):
-            return tyro.cli(type(options), default=options, args=args, prog=f"mua_rl.py {name}")
+            return tyro.cli(type(options), default=options, args=args, prog=f"mua_rl.py {name}", description=about)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
         text = " ".join(re.sub(r"[╭╮╰╯│─]", " ", error.getvalue()).split())
+        text = re.sub(
+            r"^(Unrecognized options|Missing argument|Value error) | (Argument helptext:.* )?For full helptext,.*",
+            "",
+            text,
+        )
         raise UserError(f"{text}; see: python mua_rl.py {name} --help") from None

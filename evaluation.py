@@ -204,8 +204,13 @@ def pass_hat_k(successes: int, trials: int, k: int) -> float:
 
 
 def interval(task_means: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean, resampling tasks."""
+    """95 % interval of the mean: bootstrap, resampling tasks; Wilson's (1927) where every task has the same 0 or 1, of which
+    a bootstrap would claim to be certain.
+    """
     values = np.asarray(task_means)
+    if len({*task_means}) == 1 and values[0] in (0, 1):
+        most = 1.96**2 / (len(values) + 1.96**2)  # Wilson's score interval at 0 of n
+        return (0.0, most) if values[0] == 0 else (1 - most, 1.0)
     picks = np.random.default_rng(seed).integers(0, len(values), (draws, len(values)))
     lo, hi = np.quantile(values[picks].mean(1), [0.025, 0.975])
     return float(lo), float(hi)

@@ -6,6 +6,18 @@ The whole job, from nothing to a trained agent, in the order of this file:
     → evaluation, with the user it trained with and with one it never met
 
 What it leaves out: more than one process or node. The same environment can be handed to a framework for that.
+
+    python mua_rl.py train [--preset tiny|smol] [--seed N] [--steps N] [--minutes M] [--resume RUN]
+    python mua_rl.py train --domain retail|airline|telecom --data FOLDER --preset smol|qwen3-4b|…
+    python mua_rl.py train --domain FILE.py    a domain of your own: docs/domains.md
+    python mua_rl.py sft                       only the cold start
+    python mua_rl.py eval RUN_OR_MODEL         success on held-out tasks   [--split test --trials 4 --user lm --out FOLDER]
+    python mua_rl.py chat RUN [--watch]        you are the user; or look on while the simulated user talks
+    python mua_rl.py show RUN                  where the report is, and one conversation in colour
+    python mua_rl.py explain RUN               one episode token by token, from log-probs to the loss, and that by hand
+    python mua_rl.py save RUN FOLDER [--merge] trained weights for transformers and vLLM; of a LoRA run an adapter, or merged
+    python mua_rl.py plan --preset NAME        what it takes in memory, and which card it fits
+Each takes --help.
 """
 
 import errno
@@ -21,7 +33,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+if __name__ == "__main__" and sys.argv[1:] in ([], ["-h"], ["--help"]):  # before torch, which takes seconds to load
+    print(__doc__)
+    sys.exit()
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    print(
+        f"mua_rl: {error}: `make train` installs what is needed into .venv; activate it with `. .venv/bin/activate`",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 import commands
 import model as models
@@ -29,7 +52,7 @@ import plan
 import report
 from api_user import Api
 from chat import CHATML_TEMPLATE, Chat, Role, UserError
-from config import DTYPES, Config, check_config, check_resume, default_config, parse
+from config import DTYPES, Config, check_config, check_resume, default_config, parse, read_config
 from domains import find
 from evaluation import (
     Stage,
@@ -54,6 +77,8 @@ from run import (
     Run,
     State,
     check_new,
+    checkpoint_of,
+    load_state,
     lock,
     restore_optimizers,
     save_checkpoint,
@@ -174,7 +199,8 @@ def prepare(cfg: Config) -> Job:
     """Everything before the first step, new or resumed."""
     check_config(cfg)
     torch.set_num_threads(cfg.threads)
-    folder = Path(cfg.resume or cfg.run or free_name(cfg))
+    given = cfg.resume or cfg.run
+    folder = Path(given) if given else next(f for f in names(cfg) if not f.exists())
     domain, clock = make_domain(cfg), Clock()
     check_splits(cfg, domain)
     place = endpoint(cfg)  # what is wrong with it is found before anything is written
@@ -222,6 +248,12 @@ def prepare(cfg: Config) -> Job:
 
 def notices(job: Job) -> Iterable[str]:
     """What a person should know before the run goes on."""
+    cfg, load = job.cfg, os.getloadavg()[0]
+    for folder in () if cfg.run or cfg.resume else itertools.takewhile(lambda f: f != job.run.folder, names(cfg)):
+        if halfway(folder):
+            yield f"this is a new run; {folder} is not finished: to go on with it, stop this one, and {resume_hint(folder)}"
+    if cfg.threads > 1 and load > (os.cpu_count() or 1):
+        yield f"this machine is busy (load {load:.0f} on {os.cpu_count()} cores): --threads 1 may well be faster"
     if job.state.results["null"].get("do_nothing", 0) > 0.1:
         yield "warning: doing nothing pays in more than 10 % of the tasks"
     yield from job.domain.notices()
@@ -252,10 +284,28 @@ def catch_ctrl_c(job: Job) -> None:
     signal.signal(signal.SIGINT, handler)
 
 
-def free_name(cfg: Config) -> str:
+def names(cfg: Config) -> Iterable[Path]:
+    """The folders of runs that were given none, in the order in which they are taken."""
     base = f"runs/{cfg.preset}-seed{cfg.seed}"
-    names = [base] + [f"{base}-{i}" for i in range(2, 10_000)]
-    return next(n for n in names if not Path(n).exists())
+    return itertools.chain([Path(base)], (Path(f"{base}-{i}") for i in itertools.count(2)))
+
+
+def halfway(folder: Path) -> bool:
+    """Whether a run can be resumed, and has steps left."""
+    try:
+        state = load_state(checkpoint_of(folder))
+        return state.phase == "sft" or state.step < read_config(folder).steps
+    except UserError:
+        return False
+
+
+def resume_hint(folder: Path, command: str = "train") -> str:
+    """The command that goes on with a run, for a shell in which `.venv` need not be active."""
+    here = Path.cwd()
+    python, script = (
+        p.relative_to(here) if p.is_relative_to(here) else p for p in map(Path, (sys.executable, __file__))
+    )
+    return f"run: {python} {script} {command} --resume {folder}"
 
 
 def optimizers_for(job: Job) -> list[torch.optim.Optimizer]:
@@ -428,7 +478,7 @@ def final_evaluation(job: Job) -> None:
         measure(job, "greedy_unseen_user", "test", "stranger", 1)
 
 
-def finish(job: Job) -> dict:
+def finish(job: Job, stopped: bool = False) -> dict:
     """Save, and leave the summary, the curves and the page of conversations."""
     state, cfg = job.state, job.cfg
     job.save()
@@ -449,7 +499,8 @@ def finish(job: Job) -> dict:
     report.curves(job.run.folder)
     report.html(job.run.folder)
     job.progress.say("time: " + ", ".join(f"{k} {v / wall:.0%}" for k, v in seconds.items() if v > 0.005 * wall))
-    job.progress.say(f"done in {summary['wall_s'] / 60:.1f} minutes; look at {job.run.folder / 'report.html'}")
+    ended = "stopped after" if stopped else "done in"
+    job.progress.say(f"{ended} {summary['wall_s'] / 60:.1f} minutes; look at {job.run.folder / 'report.html'}")
     return summary
 
 
@@ -464,8 +515,8 @@ def peak_mb() -> int:
 
 
 def train(cfg: Config, stop_after: str = "rl") -> dict:
-    """The main job. Reads as the paper does: cold start, then reinforcement learning with a user in the loop."""
-    job = prepare(cfg)
+    """The main job, as in the paper: a cold start, then reinforcement learning with a user in the loop."""
+    job, stopped = prepare(cfg), False
     with job.progress:
         try:
             cold_start(job)
@@ -478,25 +529,28 @@ def train(cfg: Config, stop_after: str = "rl") -> dict:
                         look(job, step + 1)
                 final_evaluation(job)
         except Stop as stop:
-            job.progress.say(f"{stop}; go on with: python mua_rl.py train --resume {job.run.folder}")
+            stopped = True
+            job.progress.say(
+                f"{stop}; to go on, {resume_hint(job.run.folder, 'train' if stop_after == 'rl' else 'sft')}"
+            )
         finally:
             if job.api:
                 job.api.close()
-        return finish(job)
+        return finish(job, stopped)
 
 
 def main(argv: list[str]) -> None:
-    command, args = (argv[0], argv[1:]) if argv else ("", [])
+    command, *args = argv
     if command in ("train", "sft"):
         default = default_config(args)
-        cfg = parse(default, args, command)
+        cfg = parse(default, args, command, train.__doc__ if command == "train" else cold_start.__doc__)
         if command == "sft" and not find(cfg.domain).demonstrator:
             raise UserError(f"sft --domain {cfg.domain}: it has no demonstrations to learn from; use train")
         if cfg.resume:
             check_resume(default, cfg)
         train(cfg, stop_after="rl" if command == "train" else "sft")
     elif command == "plan":
-        cfg = parse(default_config(args), args, command)
+        cfg = parse(default_config(args), args, command, plan.table.__doc__)
         print(plan.table(cfg, shape_of(cfg)))
     elif command == "save":
         commands.save_command(args)
@@ -506,25 +560,8 @@ def main(argv: list[str]) -> None:
             raise UserError(f"{command} needs a run first: python mua_rl.py {command} runs/tiny-seed0")
         help_only = args[0] in ("-h", "--help")
         run(args[0], parse(options, args if help_only else args[1:], f"{command} RUN"))
-    elif command in ("", "-h", "--help"):
-        print(__doc__ + USAGE)
     else:
         raise UserError(f"{command}: no such command; choose train, sft, eval, chat, show, explain, save or plan")
-
-
-USAGE = """
-    python mua_rl.py train [--preset tiny|smol] [--seed N] [--steps N] [--minutes M] [--resume RUN]
-    python mua_rl.py train --domain retail|airline|telecom --data FOLDER --preset smol|qwen3-4b|…
-    python mua_rl.py train --domain FILE.py    a domain of your own: docs/domains.md
-    python mua_rl.py sft                       only the cold start
-    python mua_rl.py eval RUN_OR_MODEL         success on held-out tasks   [--split test --trials 4 --user lm --out FOLDER]
-    python mua_rl.py chat RUN [--watch]        you are the user; or look on while the simulated user talks
-    python mua_rl.py show RUN                  where the report is, and one conversation in colour
-    python mua_rl.py explain RUN               one episode token by token, from log-probs to the loss, and that by hand
-    python mua_rl.py save RUN FOLDER [--merge] trained weights for transformers and vLLM; an adapter for peft, or merged
-    python mua_rl.py plan --preset NAME        what it takes in memory, and which card it fits
-Each takes --help.
-"""
 
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO  # of the disk: no file or folder is named then

@@ -140,7 +140,7 @@ def summary(cfg, m: ModelConfig) -> str:
     n, free = need(cfg, m), free_bytes(cfg.device)
     left = "" if free is None else f"; {free / GIB:.1f} GiB are free"
     return (
-        f"memory: about {n.total() / GIB:.1f} GiB in all: weights {(n.weights + n.reference) / GIB:.1f}, keys and values "
+        f"memory: about {n.total() / GIB:.1f} GiB beyond Python and torch: weights {(n.weights + n.reference) / GIB:.1f}, keys and values "
         f"{n.caches / GIB:.1f} (--slots), activations {n.activations / GIB:.1f} (--micro-tokens){left}"
     )
 
@@ -186,17 +186,30 @@ def check(cfg, m: ModelConfig, parts: tuple[str, ...] = NEW) -> None:
 
 
 def table(cfg, m: ModelConfig) -> str:
-    """The plan, for people."""
-    n, model, millions = need(cfg, m), cfg.model or "from scratch", parameters(m)[0] / 1e6
-    total = n.total()
-    lines = [
-        f"{cfg.preset}: {model}, {millions:,.0f} M parameters, {cfg.dtype}",
-        f"  trained: {f'adapters of rank {cfg.lora_rank}' if cfg.lora_rank else 'all weights'}",
-        *(f"  {name:12} {value / GIB:9.2f} GiB" for name, value in (vars(n) | {"total": total}).items()),
-    ]
-    fits = [name for name, size in CARDS.items() if total < 0.9 * size]
+    """What a run with these values needs in memory, beyond Python and torch, and which card it fits."""
+    n, lines = need(cfg, m), []
+    total, millions = n.total(), parameters(m)[0] / 1e6
+    lines.append(
+        f"{cfg.preset}: {cfg.model or 'from scratch'}, {millions:,.{0 if millions >= 10 else 1}f} M parameters, {cfg.dtype}"
+    )
+    trained = f"adapters of rank {cfg.lora_rank}" if cfg.lora_rank else "all weights"
+    if cfg.lora_rank and cfg.sft_steps:
+        trained = f"all weights in the cold start, {trained} in reinforcement learning"
+    lines.append(f"  trained: {trained}")
+    if cfg.sft_steps:
+        lines.append(f"  most is needed in {'reinforcement learning' if n == phase(cfg, m) else 'the cold start'}:")
+    lines += [f"  {name:12} {size(value)}" for name, value in vars(n).items()]
+    lines.append(f"  {'total':12} {size(total)}, beyond Python and torch")
+    if cfg.device == "cpu":
+        return "\n".join(lines)
+    fits = [name for name, bytes in CARDS.items() if total < 0.9 * bytes]
     lines.append(f"  fits a card of {fits[0]} (a tenth left free)" if fits else "  fits none of " + ", ".join(CARDS))
     if not fits or n.caches > total / 2:
-        slot = n.caches / cfg.slots / GIB
-        lines.append(f"  one slot more or less: {slot:.2f} GiB (--slots), half the context: half of that (--max-len)")
+        per_slot = size(n.caches // cfg.slots).strip()
+        lines.append(f"  one slot more or less: {per_slot} (--slots), half the context: half of that (--max-len)")
     return "\n".join(lines)
+
+
+def size(n: int) -> str:
+    """Bytes for people, in a column: GiB, or MiB below a tenth of that."""
+    return f"{n / GIB:9.2f} GiB" if n >= 0.1 * GIB else f"{n / 2**20:9.1f} MiB"

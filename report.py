@@ -214,7 +214,8 @@ def _evaluations(evals: list[dict]) -> list[dict]:
     series = {}
     for r in evals:
         if _is_number(r.get("success")) and _is_number(r.get("step")):
-            name = f"{r.get('split', '?')}, {r.get('user', '?')} user"
+            who, _, greedy = str(r.get("user", "?")).partition(", ")  # "lm, greedy": the agent's decoding
+            name = f"{r.get('split', '?')}, {who} user" + ", greedy agent" * bool(greedy)
             one = series.setdefault(
                 name, {"label": name, "ink": len(series) % GREY, "x": [], "y": [], "lo": [], "hi": []}
             )

@@ -32,7 +32,9 @@ def row(summary: dict, config: dict) -> dict:
 
 
 def plot(runs: list[Path], path: Path) -> None:
-    """Held-out success and training success over the steps, one line a seed."""
+    """Held-out success and training success over the steps, one line a seed. Before and after GRPO the tasks are those of
+    the test split, on the way those of the validation split.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -47,19 +49,23 @@ def plot(runs: list[Path], path: Path) -> None:
             r for r in rows if r["phase"] == "eval" and r.get("name", "").startswith(("cold_start", "step_", "final"))
         ]
         evals = [r for r in evals if r.get("user") == "lm" and r["success"] is not None]
-        points = sorted((0 if r["name"] == "cold_start" else r["step"], r["success"], r["lo"], r["hi"]) for r in evals)
-        x, y, lo, hi = zip(*points, strict=True)
+        keys = ("success", "lo", "hi", "split")
+        points = sorted((0 if r["name"] == "cold_start" else r["step"], *(r[k] for k in keys)) for r in evals)
+        x, y, lo, hi, splits = zip(*points, strict=True)
         error = [
             [100 * (b - a) for a, b in zip(lo, y, strict=True)],
             [100 * (b - a) for a, b in zip(y, hi, strict=True)],
         ]
-        axis.errorbar(
-            x, [100 * v for v in y], error, color=f"C{i}", marker="o", ms=4, capsize=3, label=f"seed {i}, held-out"
-        )
+        axis.errorbar(x, [100 * v for v in y], error, color=f"C{i}", capsize=3, label=f"seed {i}")
+        fill = [f"C{i}" if split == "test" else "white" for split in splits]
+        axis.scatter(x, [100 * v for v in y], 20, fill, edgecolors=f"C{i}", zorder=3)
+    axis.scatter([], [], 20, "black", label="test tasks")
+    axis.scatter([], [], 20, "white", edgecolors="black", label="validation tasks")
+    axis.plot([], [], color="black", alpha=0.3, lw=1, label="the step's training tasks")
     axis.set(xlabel="GRPO step (16 tasks × 8 conversations)", ylabel="success, %", ylim=(0, 100))
     axis.set_title("Talking with a language-model user: success at temperature 1")
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower right")
+    axis.legend(loc="lower right", ncol=2)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -183,7 +183,7 @@ def plot_steps(curves: dict[str, list[float]], path: Path) -> None:
         axis.plot(
             curve,
             label=name,
-            ls="--" if "higher" in name or "no clip" in name else "-",
+            ls="--" if "higher" in name or "no clip" in name else ":" if "std" in name else "-",
             color=f"C{int(name[0])}",
             alpha=0.5 + 0.5 * ("higher" not in name),
         )

@@ -299,6 +299,12 @@ def test_bootstrap_intervals_cover_at_the_nominal_rate(hard):
     assert 0.92 <= hits / runs <= 0.98
 
 
+def test_an_interval_at_0_or_100_percent_does_not_claim_certainty():
+    """Wilson's score interval by hand: z² / (n + z²) = 3.8416 / 23.8416 at 0 of 20."""
+    assert interval([0.0] * 20) == pytest.approx((0, 0.16113), abs=1e-5)
+    assert interval([1.0] * 20) == pytest.approx((0.83887, 1), abs=1e-5)
+
+
 # ── Random streams ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -136,10 +137,21 @@ def test_free_memory_is_what_psutil_says_or_what_the_container_leaves():
     assert 0 < plan.free_bytes("cpu") <= 1.1 * psutil.virtual_memory().available
 
 
+def test_the_plan_names_the_phase_it_is_of_and_small_sizes_are_no_zeros(capsys):
+    mua_rl.main(["plan", "--preset", "smol"])
+    out = capsys.readouterr().out
+    assert "all weights in the cold start, adapters of rank 16 in reinforcement learning" in out
+    assert "most is needed in the cold start:" in out
+    mua_rl.main(["plan"])
+    out = capsys.readouterr().out
+    assert "0.7 M parameters" in out and "trained: all weights\n" in out and "in reinforcement learning:" in out
+    assert re.search(r"weights +2\.\d MiB", out) and re.search(r"caches +0\.23 GiB", out)
+
+
 def test_every_preset_has_a_plan(capsys):
     for name in config.PRESETS:
         mua_rl.main(["plan", "--preset", name])
         out = capsys.readouterr().out
-        assert out.startswith(f"{name}:") and "fits a card of" in out
+        assert out.startswith(f"{name}:") and ("fits a card of" in out) == (config.PRESETS[name].device == "cuda")
     with pytest.raises(mua_rl.UserError, match="no such folder"):
         mua_rl.main(["plan", "--model", "nothing-here"])

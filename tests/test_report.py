@@ -180,6 +180,13 @@ def test_panels_hold_what_was_logged(run):
     assert panels["rss mb"]["lines"][0]["y"] == [900] * 60  # a number without a panel of its own gets one
 
 
+def test_the_agent_is_greedy_not_the_user():
+    """A run logs a greedy evaluation's user as "lm, greedy"."""
+    row = {"phase": "eval", "step": 60, "split": "test", "user": "lm, greedy", "success": 0.9, "lo": 0.8, "hi": 1.0}
+    [success] = [panel for panel in report.panels([row]) if panel["title"] == "Success"]
+    assert [point["label"] for point in success["points"]] == ["test, lm user, greedy agent"]
+
+
 def test_shares_of_many_tools_go_together():
     row = {"phase": "rl", "step": 0, "tools": {f"tool_{i}": 100 - i for i in range(12)}}
     [panel] = [panel for panel in report.panels([row]) if panel["title"] == "Tool calls"]

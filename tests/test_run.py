@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gzip
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,7 +183,8 @@ def test_ctrl_c_finishes_the_step_and_resumes_to_the_same_bits(tmp_path, unbroke
     wait_for(process, run, "sft", 1)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
-    assert "--resume" in stderr and "Traceback" not in stderr, stderr
+    assert f"{sys.executable} {ROOT / 'mua_rl.py'} train --resume {run}" in stderr and "Traceback" not in stderr, stderr
+    assert stderr.splitlines()[-1].startswith("stopped after "), stderr
     here("train", "--resume", run)
     same_run(unbroken, run)
 
@@ -416,6 +419,45 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path, unbroken, line, capsys, monk
 def test_bad_input_from_the_shell_has_no_traceback(tmp_path):
     done = finished(command(tmp_path, "train", "--group-size", 1, driver=False), cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("mua_rl: --group-size 1") and not done.stdout
+
+
+def test_an_unknown_flag_is_named_once(capsys):
+    assert refused(["train", "--no-such-flag", 3], capsys).startswith(
+        "mua_rl: Unrecognized options: --no-such-flag, 3; see"
+    )
+
+
+def test_without_torch_there_is_help_and_one_line_that_says_what_to_do(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    at = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+    assert "mua_rl.py train" in finished(command(tmp_path, "--help", driver=False), **at).stdout
+    done = finished(command(tmp_path, "train", driver=False), **at)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and ". .venv/bin/activate" in done.stderr
+
+
+@pytest.mark.parametrize("name, words", [("train", "The main job"), ("plan", "memory"), ("save", "--merge")])
+def test_help_begins_with_what_the_command_does(name, words, capsys):
+    with contextlib.suppress(SystemExit):
+        mua_rl.main([name, "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: mua_rl.py {name}") and words in "\n".join(out.splitlines()[:5])
+
+
+def test_a_new_run_names_an_unfinished_one_and_a_busy_machine(tmp_path, unbroken, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    old, new = Path("runs/tiny-seed0"), Path("runs/tiny-seed0-2")
+    shutil.copytree(unbroken, old)
+    job = SimpleNamespace(cfg=config.Config(), run=SimpleNamespace(folder=new))
+    job.domain = SimpleNamespace(notices=lambda: ())
+    job.state = SimpleNamespace(results={"null": {"do_nothing": 0.0}})
+    assert next(f for f in mua_rl.names(job.cfg) if not f.exists()) == new
+    assert not list(mua_rl.notices(job))  # it is finished
+    damaged(old / "checkpoint" / "state.json", lambda state: state | {"step": 3})
+    [line] = mua_rl.notices(job)
+    assert f"{old} is not finished" in line and line.endswith(f"train --resume {old}")
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e4, 0.0, 0.0))
+    assert "--threads 1" in list(mua_rl.notices(job))[1]
 
 
 def test_damaged_checkpoints_are_one_line_and_exit_2(tmp_path, unbroken, capsys):
@@ -678,6 +720,7 @@ def test_eval_chat_and_show_work_on_a_run(tmp_path, unbroken, capsys, monkeypatc
         timeout=300,
     )
     assert talk.returncode == 0 and "reward" in talk.stdout, talk.stderr
+    assert "you speak first" in talk.stdout and f"agent> {shop.GREETING}\nyou> " in talk.stdout
     monkeypatch.setenv("NO_COLOR", "1")
     mua_rl.command_line(["show", str(unbroken)])
     shown = capsys.readouterr().out

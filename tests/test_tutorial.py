@@ -1,6 +1,7 @@
 """docs/tutorial.md cannot rot: its links name symbols that are there, its blocks run, its numbers are those of the code."""
 
 import ast
+import csv
 import functools
 import re
 import sys
@@ -110,3 +111,11 @@ def test_the_four_steps_are_as_measured(float64):
     bench = measured()
     missing = [line for line in [*bench.training_table()[0], *bench.squeezed_table()] if line not in TEXT]
     assert not missing, "docs/tutorial.md is stale: paste what `python bench/tutorial_plots.py` prints"
+
+
+@pytest.mark.parametrize("page", ["tutorial", "main_job"])
+def test_the_users_faults_are_those_of_the_evidence(page):
+    with open(ROOT / "docs" / "evidence" / "main_job.csv") as file:
+        *rates, last = [f"{100 * float(row['user_fault_rate']):.1f}" for row in csv.DictReader(file)]
+    written = f"{', '.join(rates)} and {last} % of the talks"
+    assert written in (ROOT / "docs" / f"{page}.md").read_text(), f"docs/{page}.md is stale: write {written}"
