@@ -341,7 +341,7 @@ def parse(options, args: list[str], name: str, about: str | None = None):
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        text = " ".join(re.sub(r"[╭╮╰╯│─]", " ", error.getvalue()).split())
+        text = " ".join(re.sub(r"[╭╮╰╯│─]|[-+|]{3,}", " ", error.getvalue()).split())
         text = re.sub(
             r"^(Unrecognized options|Missing argument|Value error) | (Argument helptext:.* )?For full helptext,.*",
             "",

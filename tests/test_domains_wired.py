@@ -129,6 +129,7 @@ def test_the_papers_split_trains_on_tau_bench_1_tests_on_the_head_and_says_what_
     same = sum(key(t["evaluation_criteria"]["actions"]) in seen for t in head if t["id"] in tests)
     assert domain.overlap() == same > 20
     job = type("Job", (), {"domain": domain, "state": mua_rl.State(results={"null": {"do_nothing": 0.0}})})
+    job.cfg = config.Config(run="here", threads=1)
     [notice] = mua_rl.notices(job)
     assert f"{same} of the 40" in notice and "overlap with the test tasks" in notice
 

@@ -189,11 +189,11 @@ def test_chat_shows_the_simulated_user_and_the_agent_and_the_verdict(folder, cap
         return capsys.readouterr().out
 
     first = watched("--task", "7")
-    assert first.startswith("The user's part, --split test --task 7:\n") and "Wish: " in first
+    assert first.startswith("The user's part (--split test --task 7):\n") and "Wish: " in first
     assert "\nuser> " in first and "\nexit: " in first and "; reward: 0" in first and "\x1b" not in first
     assert watched("--task", "7") == first
     drawn = watched()
-    assert watched("--task", re.search(r"--task (\d+):", drawn)[1]) == drawn
+    assert watched("--task", re.search(r"--task (\d+)\):", drawn)[1]) == drawn
     with pytest.raises(SystemExit) as stop:
         watched("--task", "-1")
     assert stop.value.code == 2 and capsys.readouterr().err == "mua_rl: --task -1: give 0 or more\n"

@@ -183,7 +183,9 @@ def test_ctrl_c_finishes_the_step_and_resumes_to_the_same_bits(tmp_path, unbroke
     wait_for(process, run, "sft", 1)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
-    assert f"{sys.executable} {ROOT / 'mua_rl.py'} train --resume {run}" in stderr and "Traceback" not in stderr, stderr
+    [hint] = re.findall(r"run: (\S+) (\S+) train --resume (\S+)$", stderr, re.M)  # as seen from where the test runs
+    assert [Path(p).resolve() for p in hint[1:]] == [ROOT / "mua_rl.py", run] and Path(hint[0]).samefile(sys.executable)
+    assert "Traceback" not in stderr, stderr
     assert stderr.splitlines()[-1].startswith("stopped after "), stderr
     here("train", "--resume", run)
     same_run(unbroken, run)
