@@ -138,10 +138,10 @@ def phase(cfg, m: ModelConfig) -> Need:
 def summary(cfg, m: ModelConfig) -> str:
     """The plan in a line, with what would make it smaller."""
     n, free = need(cfg, m), free_bytes(cfg.device)
-    left = "" if free is None else f"; {free / GIB:.1f} GiB are free"
+    left = "" if free is None else f"; {size(free)} are free"
     return (
-        f"memory: about {n.total() / GIB:.1f} GiB beyond Python and torch: weights {(n.weights + n.reference) / GIB:.1f}, keys and values "
-        f"{n.caches / GIB:.1f} (--slots), activations {n.activations / GIB:.1f} (--micro-tokens){left}"
+        f"memory: about {size(n.total())} beyond Python and torch: weights {size(n.weights + n.reference)}, keys and values "
+        f"{size(n.caches)} (--slots), activations {size(n.activations)} (--micro-tokens){left}"
     )
 
 
@@ -198,18 +198,18 @@ def table(cfg, m: ModelConfig) -> str:
     lines.append(f"  trained: {trained}")
     if cfg.sft_steps:
         lines.append(f"  most is needed in {'reinforcement learning' if n == phase(cfg, m) else 'the cold start'}:")
-    lines += [f"  {name:12} {size(value)}" for name, value in vars(n).items()]
-    lines.append(f"  {'total':12} {size(total)}, beyond Python and torch")
+    lines += [f"  {name:12} {size(value):>13}" for name, value in vars(n).items()]
+    lines.append(f"  {'total':12} {size(total):>13}, beyond Python and torch")
     if cfg.device == "cpu":
         return "\n".join(lines)
     fits = [name for name, bytes in CARDS.items() if total < 0.9 * bytes]
     lines.append(f"  fits a card of {fits[0]} (a tenth left free)" if fits else "  fits none of " + ", ".join(CARDS))
     if not fits or n.caches > total / 2:
-        per_slot = size(n.caches // cfg.slots).strip()
+        per_slot = size(n.caches // cfg.slots)
         lines.append(f"  one slot more or less: {per_slot} (--slots), half the context: half of that (--max-len)")
     return "\n".join(lines)
 
 
 def size(n: int) -> str:
-    """Bytes for people, in a column: GiB, or MiB below a tenth of that."""
-    return f"{n / GIB:9.2f} GiB" if n >= 0.1 * GIB else f"{n / 2**20:9.1f} MiB"
+    """Bytes for people: GiB, or MiB below a tenth of that."""
+    return f"{n / GIB:.2f} GiB" if n >= 0.1 * GIB else f"{n / 2**20:.1f} MiB"
