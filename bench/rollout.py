@@ -1,6 +1,6 @@
 """Multi-turn rollout of recorded dialogues with the same weights: our sampler against transformers and TRL.
 
-python bench/rollout.py [--quick] [--models tiny smollm2] [--threads N] [--python PEERS_PYTHON] [--json FILE]
+python bench/rollout.py [--quick] [--models tiny smollm2 engines] [--threads N] [--python PEERS_PYTHON] [--json FILE]
 
 A dialogue is a prompt that all share (policy and tools) and a list of turns (so many tokens heard, so many sampled), drawn
 once with a seed: forced lengths, so all do equal work on equal contexts. What is sampled is whatever the random weights give,
@@ -28,10 +28,10 @@ import peers
 import torch
 from measure import compare, decoder, finish, row, start, trl_trainer, twin
 
-import model as models
 import rollout as sampler_module
 import weights
 from chat import Context, Role, Sample, UserError
+from model_files import load_model, read_shape
 from rollout import Sampler, rollout
 
 REAL = "SmolLM2-135M bf16"
@@ -144,7 +144,7 @@ def work(name: str, quick: bool, V: int):
 
 def setup(variant: str, name: str, quick: bool):
     if name == REAL:
-        model = models.load(weights.smollm2(), torch.bfloat16)
+        model = load_model(weights.smollm2(), torch.bfloat16)
         return ours(model, *work("smollm2", quick, model.cfg.vocab_size))
     model = decoder(name, "fp32", quick)
     talks, prompt = work(name, quick, model.cfg.vocab_size)
@@ -173,7 +173,7 @@ def against_engines(o) -> list[dict]:
     except UserError as error:
         print(f"{REAL}: not here ({error})")
         return []
-    talks, prompt = work("smollm2", False, models.read_config(folder).vocab_size)
+    talks, prompt = work("smollm2", False, read_shape(folder).vocab_size)
     with tempfile.TemporaryDirectory() as place:
         job, gguf = Path(place, "job.json"), Path(place, "bf16.gguf")
         peers.bf16_gguf(gguf)
@@ -204,13 +204,13 @@ def rows(name: str, got: dict[str, dict], least: float) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["tiny", "smollm2"])
+    parser.add_argument("--models", nargs="+", default=["tiny", "smollm2", "engines"])
     o = start(parser, setup)
     table = []
-    for name in o.models:
+    for name in (m for m in o.models if m != "engines"):
         got = compare(__file__, {v: [v, name, o.quick] for v in ("ours", "generate", "TRL")}, o, rounds=1)
         table += rows(name, got, least=5)
-    if "smollm2" in o.models:
+    if "engines" in o.models:
         table += against_engines(o)
     if "tiny" in o.models:
         got = compare(__file__, {v: [v, "tiny", o.quick] for v in ("in turn", "side by side")}, o)
