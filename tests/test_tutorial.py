@@ -52,11 +52,14 @@ def test_every_link_leads_to_a_symbol_that_is_there():
     assert code > 50
 
 
-def test_every_chapter_has_code_to_run_links_and_an_exercise():
+def test_every_chapter_has_code_to_run_links_an_equation_and_an_exercise():
     assert len(CHAPTERS) == 13
     for chapter in CHAPTERS:
         title = chapter.splitlines()[0]
         assert "**Exercise.**" in chapter, title
+        assert re.search(r"^ {4,}\S.*[=≤+]", re.sub(r"```.*?```", "", chapter, flags=re.S), re.M), (
+            f"{title}: no equation"
+        )
         assert "](../" in chapter or title.startswith("11"), title
         assert "```python" in chapter or title.startswith("11"), title
         assert f"[{title}]({anchor(title)})" in TEXT, title  # it is in the reading order
