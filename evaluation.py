@@ -288,8 +288,8 @@ def fault_shares(faults: list[str | None]) -> dict:
     }
 
 
-class Silent:
-    """Nobody: whom null baselines talk with where there is no script."""
+class Nobody:
+    """Whom null baselines talk with where there is no script."""
 
     def begin(self) -> Heard:
         return Heard("")
@@ -309,7 +309,7 @@ def null_baselines(domain: Domain, seed: int, n: int = 500, split: str = "") -> 
         for i in range(size):
             task, rng = domain.task(split, seed, i), random.Random(f"baseline {seed} {i}")
             world = domain.world(task)
-            play(agent(rng), domain.script(task, rng) if domain.script else Silent(), world)
+            play(agent(rng), domain.script(task, rng) if domain.script else Nobody(), world)
             won += world.reward().value
         rates[name] = won / size
     return rates

@@ -41,9 +41,7 @@ class Batch:
     sampled: Tensor  # [N] the sampler's log-prob of the target; nan for demonstrations
     advantage: Tensor  # [N] A of the target's trajectory, or turn
     weight: Tensor  # [N] the target's share in the mean over the minibatch
-    old: Tensor | None = (
-        None  # [N] log π_old of the target; None (always, without --tis): the sampler's is taken for it
-    )
+    old: Tensor | None = None  # [N] log π_old of the target; None (always without --tis): the sampler's is taken
     ref: Tensor | None = None  # [N] log π_ref of the target; None: no KL term
     shared: int = 0  # tokens that all rows begin with in common, and that are computed once
 

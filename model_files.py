@@ -97,7 +97,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
     if kind not in list(FAMILIES):  # a list: what stands in a file need not be hashable
         raise UserError(f"architecture {kind!r} is not supported; use one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    _refuse_unsupported(hf)
+    _refuse_variants(hf)
     theta, scaling = _rope_from_hf(hf)
     size = {key: _positive(hf, key) for key in SIZES}
     heads = size["num_attention_heads"]
@@ -148,7 +148,7 @@ def _number(hf: dict, key: str) -> float:
     return value
 
 
-def _refuse_unsupported(hf: dict) -> None:
+def _refuse_variants(hf: dict) -> None:
     """Anything that would change the arithmetic and that we don't have must stop us, not be skipped."""
     windowed = hf.get("use_sliding_window", hf["model_type"] == "llama") and hf.get("sliding_window")
     kinds = hf.get("layer_types") or []

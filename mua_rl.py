@@ -152,7 +152,7 @@ class Job:
         return self.before + time.time() - PROCESS_START
 
     def save(self, whole: bool = True) -> None:
-        """whole: weights and optimizer too, if they have changed since the last time."""
+        """whole: weights and optimizer too; without them only the state, where they have not changed since."""
         self.state.wall = self.wall()
         if self.api:
             self.state.user_tokens, self.state.user_troubles = self.api.tokens, dict(self.api.troubles)

@@ -1,4 +1,4 @@
-"""What a run needs in memory, before it starts: weights, optimizer, KV caches, activations. Arithmetic on shapes only.
+"""What a run needs in memory, before it starts: weights, optimizer, KV caches, activations. Arithmetic only, no model.
 
 `python mua_rl.py plan --preset NAME` prints it. What the framework itself takes (CUDA's context, fragmentation, the matrix products' workspaces) is in none of them: leave a tenth of the card free.
 """
@@ -13,7 +13,7 @@ import torch
 from chat import UserError
 from domains import find
 from kernels.logprob import SLICE
-from model import Decoder, ModelConfig, linears
+from model import ModelConfig
 from user_sim import parse_pool
 
 GIB = 2**30
@@ -58,10 +58,12 @@ class Need:
 
 
 def parameters(m: ModelConfig) -> tuple[int, int]:
-    """(all weights, those in the blocks' linear layers), counted on a model that takes no memory."""
-    with torch.device("meta"):
-        model = Decoder(m)
-    return sum(p.numel() for p in model.parameters()), sum(layer.weight.numel() for _, layer in linears(model))
+    """(all weights, those in the blocks' linear layers). A formula: to build a model and count takes seconds at first."""
+    q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    linear = m.num_hidden_layers * (m.hidden_size * (2 * q + 2 * kv) + 3 * m.hidden_size * m.intermediate_size)
+    biases = m.num_hidden_layers * (q + 2 * kv) * m.attention_bias
+    norms = (2 * m.num_hidden_layers + 1) * m.hidden_size + 2 * m.head_dim * m.qk_norm * m.num_hidden_layers
+    return linear + biases + norms + m.vocab_size * m.hidden_size * (2 - m.tie_word_embeddings), linear
 
 
 def adapters(m: ModelConfig, rank: int) -> int:
@@ -202,7 +204,7 @@ def table(cfg, m: ModelConfig) -> str:
     lines.append(f"  {'total':12} {size(total):>13}, beyond Python and torch")
     if cfg.device == "cpu":
         return "\n".join(lines)
-    fits = [name for name, bytes in CARDS.items() if total < 0.9 * bytes]
+    fits = [name for name, card in CARDS.items() if total < 0.9 * card]
     lines.append(f"  fits a card of {fits[0]} (a tenth left free)" if fits else "  fits none of " + ", ".join(CARDS))
     if not fits or n.caches > total / 2:
         per_slot = size(n.caches // cfg.slots)

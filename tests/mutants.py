@@ -62,7 +62,7 @@ MUTANTS = {
         "--overlong mask changes nothing: long answers are unlearned, right or wrong",
         ALGO + "what_each_exit_teaches"),
     # ── Advantages ──
-    "std_over_the_batch": Mutant(
+    "advantages_over_the_batch": Mutant(
         "mua_rl.py", "rows = [pair for group in groups for pair in trained_rows(group, cfg)]",
         "rows = trained_rows([t for group in groups for t in group], cfg)",
         "what decides is whether a task was easy: half of the right answers to hard tasks are unlearned",
