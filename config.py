@@ -107,7 +107,7 @@ class Config:
     max_len: int = 384  # tokens of the agent's context
     user_max_len: int = 384  # tokens of the user's context
     slots: int = 160  # conversations at once
-    micro_tokens: int = 3072  # padded tokens in one forward and backward
+    micro_tokens: int = 1024  # padded tokens in one forward and backward
     share_prefix: bool = True  # what a batch's episodes have in common at their beginning is computed once
 
     eval_every: int = 10
@@ -155,6 +155,7 @@ def fitted(cfg: Config, domain: str) -> Config:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+AT_ONCE = 10_000_000  # up to so many fp32 parameters a CPU trains on a micro-batch for each of its threads
 
 
 def check_config(cfg: Config) -> None:

@@ -12,9 +12,11 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor
 
 import model as models
 from chat import Context, Role, UserError
-from config import Config
+from config import AT_ONCE, Config
 from kernels.logprob import linear_logprob
 from rollout import EXITS, Trajectory
 
@@ -241,6 +243,49 @@ def row_mean(x: Tensor, row: Tensor) -> Tensor:
     return (total.index_add(0, row, x) / total.index_add(0, row, torch.ones_like(x)))[row]
 
 
+def each(work: Callable[[Batch], Any], batches: list[Batch], policy: models.Decoder) -> Iterator:
+    """work(batch) for each, in their order; with a small model on a CPU several at once."""
+    if (n := at_once(batches, policy)) == 1:
+        yield from map(work, batches)
+    else:
+        with ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) as pool:  # a thread's own setting
+            yield from pool.map(work, batches)
+
+
+def at_once(batches: list[Batch], policy: models.Decoder) -> int:
+    """With a small model on a CPU as many micro-batches as torch has threads, each on one core: such a model's operations
+    are too short to be worth sharing among cores, its batches are not. What comes out is the same for any number.
+    """
+    small = sum(p.numel() for p in policy.parameters()) <= AT_ONCE
+    plain = torch.finfo(policy.head.dtype).bits >= 32 and not policy.head.is_cuda  # no masters that collect gradients
+    return max(1, min(torch.get_num_threads(), len(batches))) if small and plain else 1
+
+
+def backward(loss_of: Callable[[Batch], tuple[Tensor, Any]], batches: list[Batch], policy: models.Decoder) -> list:
+    """Adds the gradient of every batch's loss to the parameters' .grad. loss_of(batch) → (loss, more); returns the mores.
+
+    Batches at once must not add to one .grad as they finish: it would be another sum each time.
+    """
+    if at_once(batches, policy) == 1:
+        out = []
+        for batch in batches:
+            loss, more = loss_of(batch)
+            loss.backward()
+            out.append(more)
+        return out
+    out, trained = [], [p for p in policy.parameters() if p.requires_grad]
+
+    def gradients(batch: Batch) -> tuple[tuple[Tensor, ...], Any]:
+        loss, more = loss_of(batch)
+        return torch.autograd.grad(loss, trained), more
+
+    for found, more in each(gradients, batches, policy):
+        for p, gradient in zip(trained, found, strict=True):
+            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        out.append(more)
+    return out
+
+
 @dataclass
 class Guard:
     """Lets an update pass only if its loss and gradient are finite. One that does not pass is skipped, and its batches
@@ -284,22 +329,24 @@ def update(
         trajectories, A = zip(*part, strict=True)
         weights = token_weights(trajectories, cfg)
         parts.append(micro_batches(trajectories, A, cfg.micro_tokens, weights, cfg.share_prefix))
-    with clock("reference"), torch.no_grad():  # what stays as it is while π_θ moves
-        fixed = lambda model, b: logprobs(model, b, cfg.temperature)[0]
+    with clock("reference"):  # what stays as it is while π_θ moves
+        fixed = torch.no_grad()(lambda model, b: logprobs(model, b, cfg.temperature)[0])
         if cfg.kl:
-            parts = [[dataclasses.replace(b, ref=fixed(reference, b)) for b in part] for part in parts]
+            ref = lambda b: dataclasses.replace(b, ref=fixed(reference, b))
+            parts = [list(each(ref, part, policy)) for part in parts]
         if cfg.tis:
-            parts = [[dataclasses.replace(b, old=fixed(policy, b)) for b in part] for part in parts]
+            old = lambda b: dataclasses.replace(b, old=fixed(policy, b))
+            parts = [list(each(old, part, policy)) for part in parts]
+
+    def loss_of(batch: Batch) -> tuple[Tensor, dict]:
+        logp, entropy = logprobs(policy, batch, cfg.temperature)
+        loss, stats = grpo_loss(logp, batch, cfg)
+        return loss, stats | {"entropy": entropy.sum(), "tokens": len(logp)}
+
     seen, first, norms = [], [], []  # what is logged: of the batches that taught; of the first minibatch, taught or not
     for k, part in enumerate(parts * cfg.epochs):
-        new = []
         with clock("training"):
-            for batch in part:
-                logp, entropy = logprobs(policy, batch, cfg.temperature)
-                loss, stats = grpo_loss(logp, batch, cfg)
-                loss.backward()
-                stats |= {"entropy": entropy.sum(), "tokens": len(logp)}
-                new.append({name: float(value) for name, value in stats.items()})
+            new = [{name: float(x) for name, x in stats.items()} for stats in backward(loss_of, part, policy)]
             norm = float(torch.nn.utils.clip_grad_norm_(trained_by(optimizer), cfg.grad_clip))
             if guard.passes(sum(s["loss"] for s in new), norm, part, f"step{step}-update{k}"):
                 optimizer.step()

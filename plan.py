@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from chat import UserError
+from config import AT_ONCE
 from domains import find
 from kernels.logprob import SLICE
 from model import ModelConfig
@@ -124,6 +125,7 @@ def phase(cfg, m: ModelConfig) -> Need:
     kept = 2 * m.hidden_size + (layers * m.hidden_size + block if cfg.checkpointing else layers * block)
     users = voices(cfg)
     start = not cfg.lora_rank and bool(cfg.kl or "lm" in users)
+    at_once = cfg.threads if everything <= AT_ONCE and width == 4 and cfg.device == "cpu" else 1  # micro-batches
     copies = start + len(users - {"lm", "self"})  # others are taken to be as large as this
     return Need(
         weights=everything * width + (trained * 4 if cfg.lora_rank else 0),
@@ -132,8 +134,8 @@ def phase(cfg, m: ModelConfig) -> Need:
         masters=trained * 4 if half else 0,
         optimizer=round(trained * MOMENTS[cfg.optimizer]),
         caches=cfg.slots * (cfg.max_len + 1 + len(users) * (cfg.user_max_len + 1)) * per_token,
-        activations=T * kept * width,
-        logits=log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),
+        activations=at_once * T * kept * width,
+        logits=at_once * log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),
     )
 
 

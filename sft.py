@@ -9,7 +9,7 @@ import model as models
 from chat import Call, Chat, Context, turn_text
 from config import Config
 from evaluation import user_prompt
-from grpo import Guard, followed, logprobs, masters, micro_batches, ramp, set_lr, trained_by
+from grpo import Batch, Guard, backward, followed, logprobs, masters, micro_batches, ramp, set_lr, trained_by
 from tools import Domain, Task, play
 
 
@@ -86,11 +86,12 @@ def sft_step(
         set_lr(optimizer, lr * factor)
     batches = micro_batches(rows, [0.0] * len(rows), cfg.micro_tokens)
     tokens = sum(len(b.targets) for b in batches)
-    total = 0.0
-    for batch in batches:
+
+    def loss_of(batch: Batch) -> tuple[torch.Tensor, float]:
         loss = -logprobs(policy, batch)[0].sum() / tokens
-        loss.backward()
-        total += float(loss.detach())
+        return loss, float(loss.detach())
+
+    total = sum(backward(loss_of, batches, policy))
     norm = float(torch.nn.utils.clip_grad_norm_([p for o in optimizers for p in trained_by(o)], cfg.grad_clip))
     passes = guard.passes(total, norm, batches, f"cold-start{step}")
     for optimizer in optimizers:

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import random
+import threading
 
 import pytest
 import torch
@@ -470,6 +471,14 @@ def slow_logprobs(model, t, T):
     return {t.ids[i]: logp[i - 1, t.ids[i]] for i, role in enumerate(t.roles) if role == 3}
 
 
+@pytest.fixture
+def threads():
+    """Sets the number of torch's threads; what it was afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 def slow_update(policy, reference, groups, cfg, lr):
     """One step of plain gradient descent for all of `groups`, with the twin's slopes, for each epoch."""
     trained = {t.ids: t for g in groups for t in g}
@@ -493,8 +502,10 @@ def slow_update(policy, reference, groups, cfg, lr):
     {"kl": 0.1, "epochs": 3, "ratio": "sequence", "mean": "sequence", "advantage": "rloo"},
     {"kl": 0.1, "epochs": 2, "tis": 1.5, "mean": "constant", "turn_credit": 0.5, "skip_equal": False},
 ], ids=str)  # fmt: skip
-def test_an_update_is_gradient_descent_on_the_loss_written_out(changes, tmp_path):
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_update_is_gradient_descent_on_the_loss_written_out(changes, n, threads, tmp_path):
     """Micro-batches, one denominator, temperature in policy, old and reference: against one trajectory at a time."""
+    threads(n)
     cfg, groups = dataclasses.replace(CFG, micro_tokens=40, grad_clip=1e9, **changes), episodes(5)[:2]
     policy, slow, reference = tiny_model(1), tiny_model(1), tiny_model(2)
     start = [p.clone() for p in policy.parameters()]
@@ -506,6 +517,32 @@ def test_an_update_is_gradient_descent_on_the_loss_written_out(changes, tmp_path
         assert (p - q).abs().max() < 1e-7 < (p - before).abs().max()
     n = sum(len(tokens) for tokens, _ in twin_rows(groups, cfg))
     assert values["trained_tokens"] == n * cfg.epochs and values["skipped_updates"] == 0
+
+
+def test_micro_batches_at_once_give_the_bits_of_one_after_the_other(tmp_path, threads, monkeypatch):
+    """Whichever is done first: with several threads the first batch is held back until the second is under way."""
+    cfg = dataclasses.replace(CFG, micro_tokens=10, kl=0.1, tis=1.5, epochs=3)
+    rows = [pair for g in episodes(5)[:2] for pair in trained_rows(g, cfg)]
+    loss, results = grpo.grpo_loss, []
+    for n in (1, 2, 3):
+        begun, second = itertools.count(1), threading.Event()
+
+        def held_back(logp, batch, cfg, n=n, begun=begun, second=second):
+            if (turn := next(begun)) == 2:
+                second.set()
+            assert n == 1 or turn > 1 or second.wait(60)
+            return loss(logp, batch, cfg)
+
+        threads(n)
+        monkeypatch.setattr(grpo, "grpo_loss", held_back)
+        policy, reference = tiny_model(1), tiny_model(2)
+        sgd = torch.optim.SGD(policy.parameters(), lr=0.05)
+        values = update(policy, reference, sgd, rows, cfg, 0, Clock(), Guard(tmp_path / "skipped", 1))
+        results.append((values, [p.clone() for p in policy.parameters()]))
+        assert next(begun) > 6  # micro-batches there were
+    for values, parameters in results[1:]:
+        assert values == results[0][0]
+        assert all(map(torch.equal, parameters, results[0][1]))
 
 
 def test_minibatches_share_out_the_rows_and_no_reference_is_asked_when_it_weighs_nothing(tmp_path):

@@ -57,7 +57,8 @@ def test_activations_are_near_what_autograd_keeps(rank, checkpointing):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model(torch.zeros(2, T // 2, dtype=torch.long)).sum()
     cfg = dataclasses.replace(config.Config(), lora_rank=rank, micro_tokens=T, max_len=T, checkpointing=checkpointing)
-    planned = plan.phase(cfg, SMALL).activations
+    planned = plan.phase(dataclasses.replace(cfg, threads=1), SMALL).activations
+    assert plan.phase(dataclasses.replace(cfg, threads=3), SMALL).activations == 3 * planned  # three batches at once
     if checkpointing:  # the one block that is recomputed at a time is not kept here
         planned -= T * 4 * plan.block_activations(SMALL, rank)
     assert planned == pytest.approx(sum(kept.values()), rel=0.3)
