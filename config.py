@@ -108,7 +108,7 @@ class Config:
     user_max_len: int = 384  # tokens of the user's context
     slots: int = 160  # conversations at once
     micro_tokens: int = 1024  # padded tokens in one forward and backward
-    share_prefix: bool = True  # what a batch's episodes have in common at their beginning is computed once
+    share_prefix: bool = False  # compute once what a batch's episodes begin with in common; too dear for a tiny model
 
     eval_every: int = 10
     eval_tasks: int = 100  # during training
@@ -123,7 +123,8 @@ GPU = dict(  # noqa: C408 (reads like Config)
     # not run on a GPU yet: what is in here comes from the paper and from `plan`'s arithmetic
     device="cuda", dtype="bf16", prompts=True, sft_steps=0, steps=100, tasks=16, group_size=8, lr=1e-6, warmup=5, kl=0.001,
     clip_high=0.2, minibatches=1, temperature=1.0, user_temperature=0.7, max_turns=30, max_new=512, user_max_new=256,
-    max_len=8192, user_max_len=4096, slots=24, micro_tokens=16384, checkpointing=True, eval_every=20, eval_tasks=50,
+    max_len=8192, user_max_len=4096, slots=24, micro_tokens=16384, share_prefix=True, checkpointing=True, eval_every=20,
+    eval_tasks=50,
 )  # fmt: skip
 
 
@@ -132,7 +133,7 @@ PRESETS = {
     "smol": Config(
         preset="smol", model="smollm2", dtype="bf16", lora_rank=16, sft_steps=80, sft_talks=6, sft_lr_rest=4e-4, steps=8,
         tasks=2, lr=2e-5, kl=0.001, minibatches=1, max_new=80, user_max_new=60, max_len=640, user_max_len=512, slots=32,
-        micro_tokens=2560, eval_every=0, eval_tasks=0, test_tasks=24, trials=1, save_seconds=120,
+        micro_tokens=2560, share_prefix=True, eval_every=0, eval_tasks=0, test_tasks=24, trials=1, save_seconds=120,
     ),
     "qwen3-0.6b": Config(preset="qwen3-0.6b", model="Qwen/Qwen3-0.6B", **GPU),
     "qwen3-4b": Config(preset="qwen3-4b", model="Qwen/Qwen3-4B", lora_rank=32, **GPU),
