@@ -1,6 +1,6 @@
 """What a domain is made of: tools, tasks, private worlds and rewards. No torch, no conversation, no model.
 
-`Domain` says what a domain must have, what it may have, and what that enables; docs/domains.md makes one.
+`Domain` says what a domain must have, what it may have, and what that enables; domains/desk.py is a small one (docs/domains.md).
 What it leaves out: words about *how* an agent or a user speaks; those are the domain's own.
 """
 

@@ -1,4 +1,4 @@
-"""A domain from a file: docs/domains.md's is trained and evaluated as it stands, and what a domain lacks is one line."""
+"""A domain from a file: domains/desk.py is trained and evaluated as it stands, and what a domain lacks is one line."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from rollout import Trajectory
 from tools import Domain
 from user_sim import UNJUDGED
 
-[CODE] = re.findall(r"^```python\n(.*?)^```$", (Path(__file__).parents[1] / "docs/domains.md").read_text(), re.M | re.S)
+CODE = (Path(__file__).parents[1] / "domains/desk.py").read_text()
 TINY = (
     "--threads 1 --layers 2 --width 32 --heads 2 --kv-heads 1 --mlp 32 --sft-steps 2 --sft-talks 2 --steps 1 --tasks 2 "
     "--group-size 2 --max-turns 3 --max-new 8 --user-max-new 8 --slots 4 --eval-every 0 --test-tasks 2 --trials 1"
@@ -26,7 +26,7 @@ TINY = (
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """The documentation's file in a folder of its own, which is the working directory."""
+    """A copy of it in a folder of its own, which is the working directory."""
     (tmp_path / "desk.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "desk.py"
@@ -82,14 +82,14 @@ LACKING = {
     "policy": ("    policy = ", "    rules = ", "has no policy; see docs/domains.md"),
     "script": ('("scripted",)', "()", "has no script, or does not name it in scripts"),
     "class": ("class Desk(Domain)", "class Desk", "no class derived from tools.Domain"),
-    "line": ("import json\n", "import jsn\n", "line 3: ModuleNotFoundError: No module named 'jsn'"),
-    "syntax": ("import json\n", "import\n", "line 3: SyntaxError"),
+    "line": ("import json\n", "import jsn\n", "line 6: ModuleNotFoundError: No module named 'jsn'"),
+    "syntax": ("import json\n", "import\n", "line 6: SyntaxError"),
     "sizes": (
         "    def instruction",
         '    sizes = lambda preset: {"wheels": 4}\n\n    def instruction',
         "sizes() don't fit",
     ),
-    "val": ('"val": range(70, 80), ', "", "--eval-every 10: desk has no validation split; give 0"),
+    "val": ('"val": range(7, 8), ', "", "--eval-every 10: desk has no validation split; give 0"),
     "train": ('{"train"', '{"tarin"', "--split train"),
 }
 
@@ -119,17 +119,17 @@ def test_without_demonstrations_a_pretrained_model_is_wanted_and_policy_and_tool
 
 def test_without_a_script_only_models_play_and_baselines_talk_to_nobody(desk, capsys):
     mute = changed(desk, "mute.py", *DROPPED, ('"Hello!", GUIDE, ("scripted",)', '"Hello!", GUIDE, ()'), ("    def script(", "    def x("),
-                   ("clerk(rng, 1.0)", "renewing()"), ("class Desk", "def renewing():\n    yield ''\n    yield Call('renew_loan', {'card': 'K80'})\n\n\nclass Desk"))  # fmt: skip
+                   ("clerk(rng, 1.0)", "renewing()"), ("class Desk", "def renewing():\n    yield ''\n    yield Call('renew_loan', {'card': '#F15'})\n\n\nclass Desk"))  # fmt: skip
     assert "no script for a scripted user" in refused(["train", "--domain", mute, "--user", "scripted"], capsys)
     domain = make_domain(default_config(["--domain", str(mute)]))
-    lucky = [t for i in range(300) if (t := domain.task("test", 0, i)).kind == "renew" and t.wants == "K80"]
+    lucky = [t for i in range(300) if (t := domain.task("test", 0, i)).kind == "renew" and t.wants == "#F15"]
     assert null_baselines(domain, 0, n=300) == {"do_nothing": 0.0, "careless": len(lucky) / 300} and lucky
 
 
 def test_a_user_is_judged_by_the_script_where_there_is_a_meaning_and_not_at_all_without(desk):
     domain = find("desk.py")()
     task = domain.task("train", 0, 0)
-    turns = [("user", "Please renew it."), ("agent", "What is the number of your card?"), ("user", "It is K99.")]
+    turns = [("user", "Please renew it."), ("agent", "What is the number of your card?"), ("user", "It is #B99.")]
     talk = [{"role": role, "text": text} for role, text in turns]
     t = Trajectory("", "", "", 0, (), (), (), (), "user_ended", 0.0, (), talk, {"user": "lm"})
     assert fault_of(domain, task, t) == "card"
