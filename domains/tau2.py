@@ -246,12 +246,12 @@ def read_task(record: dict, split: str, db: dict) -> Task:
 def read_action(record: dict) -> Action:
     compare = record.get("compare_args")
     requestor = record.get("requestor") or "assistant"
-    return Action(requestor, record["name"], record["arguments"], None if compare is None else tuple(compare))
+    return Action(requestor, as_text(record["name"]), record["arguments"], None if compare is None else tuple(compare))
 
 
 def read_tau1_task(record: dict, split: str, db: dict) -> Task:
     """A task of τ-bench v1, the set that the paper trains on: plain instruction, gold actions, outputs to be told."""
-    gold = tuple(Action("assistant", a["name"], a["arguments"]) for a in record["actions"])
+    gold = tuple(Action("assistant", as_text(a["name"]), a["arguments"]) for a in record["actions"])
     told = tuple(record["outputs"])
     return Task(record["task_id"], split, "", db, record["instruction"], gold, told=told, basis=BASIS)
 

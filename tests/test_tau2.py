@@ -156,10 +156,13 @@ def test_a_damaged_task_is_one_line(tmp_path):
     tasks[0]["initial_state"]["initialization_actions"][0]["arguments"] = {"name": "A", "phone_number": "0"}
     tasks[1]["initial_state"]["message_history"] = ["Hello"]
     tasks[2]["evaluation_criteria"]["actions"] = [{}]
+    tasks[3]["evaluation_criteria"]["actions"] = [{"name": {}, "arguments": {}}]
     path.unlink()
     path.write_text(json.dumps(tasks))
     broken = replay.Telecom(tmp_path)
-    for i, why in enumerate(("Line with phone number 0 not found", "message_history is not supported", "is damaged")):
+    for i, why in enumerate(
+        ("Line with phone number 0 not found", "message_history is not supported", "is damaged", "is damaged")
+    ):
         with pytest.raises(UserError, match=why):
             broken.task_by_id(tasks[i]["id"])
     with pytest.raises(UserError, match="no task nowhere"):
