@@ -167,7 +167,7 @@ def test_a_damaged_task_is_one_line(tmp_path):
             broken.task_by_id(tasks[i]["id"])
     with pytest.raises(UserError, match="no task nowhere"):
         broken.task_by_id("nowhere")
-    assert broken.task_by_id(tasks[3]["id"])
+    assert broken.task_by_id(tasks[4]["id"])
     path.write_text("[{}]")
     with pytest.raises(UserError, match="is damaged"):
         replay.Telecom(tmp_path)
