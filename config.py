@@ -25,7 +25,7 @@ class Config:
     seed: int = 0
     run: str = ""  # the run's folder; empty: the next free runs/PRESET-seedSEED
     resume: str = ""  # a run's folder: go on where it stopped
-    steps: int = 60  # reinforcement learning steps
+    steps: int = 55  # reinforcement learning steps
     minutes: float = 0.0  # time budget for the whole run; 0: none. Stops cleanly, and can be resumed
     threads: int = 2  # CPU threads
     device: str = "cpu"  # or cuda
@@ -48,7 +48,7 @@ class Config:
     prompts: bool = False  # policy and tool schemas in the agent's prompt (weights trained from scratch know them)
 
     sft_steps: int = 640  # cold start: optimizer steps on fresh demonstrations
-    sft_talks: int = 16  # demonstrations a step, each seen from both sides
+    sft_talks: int = 12  # demonstrations a step, each seen from both sides
     sft_lr: float = 0.02  # Muon, for matrices
     sft_lr_rest: float = 5e-3  # AdamW, for embeddings and norms
     save_seconds: float = 10.0  # time between checkpoints in the cold start; afterwards every step is saved

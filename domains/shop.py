@@ -609,11 +609,11 @@ class Care:
 CAREFUL = Care()
 # The cold start's teacher: its success is what imitation alone can reach.
 TEACHER = Care(no_check=0.6, no_refusal=0.6, no_action=0.04, no_look=0.3, mixup=0.08)
-# Whom the user's side practises with: always reads back.
-PRACTICE = Care(no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.08)
+# Whom the user's side practises with: mostly reads back.
+PRACTICE = Care(no_check=0.2, no_refusal=0.4, no_action=0.04, no_look=0.3, mixup=0.08)
 CARELESS = Care(no_check=1.0, no_refusal=1.0)
 # What each side practises more often than it occurs, as changes to the domain's mix.
-TEACHER_MIX = {"two": 0.2, "slip": 0.15}
+TEACHER_MIX = {"two": 0.2, "slip": 0.15, "kinds": WRITES * 3 + READS * 2}
 PRACTICE_MIX = {"two": 0.4, "slip": 0.3, "forbidden": 0.15, "changed": 0.5}
 
 
@@ -671,14 +671,14 @@ def serve(kind: str, order: str, row: str, hint: str, customer: dict, care: Care
     """One wish, from the looked-up order to "Anything else?". → the user's next message."""
     day = next((d for d in DAYS if d in row), "")
     if kind == "track":
-        return (yield f"The day is {day}. Anything else?")
+        return (yield f"Delivery day: {day}. Anything else?")
     if kind in READS:
         result = json.loads((yield Call("get_payment", {"order": order})))
         answer = f"It cost {result['total']}." if kind == "price" else f"It was paid by {result['paid']}."
         return (yield f"{answer} Anything else?")
     wanted = "pending" if kind in ("cancel", "address") else "delivered"
     if wanted not in row and rng.random() >= care.no_refusal:
-        return (yield f"Sorry, {order} is {REFUSALS[wanted == 'delivered']}. The day is {day}. Anything else?")
+        return (yield f"Sorry, {order} is {REFUSALS[wanted == 'delivered']}. Delivery day: {day}. Anything else?")
     detail = yield from ask_details(kind, row, care, rng)
     order, detail = yield from read_back(kind, order, detail, hint, customer, care, rng)
     if rng.random() >= care.no_action:
@@ -752,7 +752,7 @@ def refuse_blindly() -> Agent:
     """Null baseline: says why it can't be done, and some day, without having looked at anything."""
     text = yield ""
     kind = asked(text)
-    yield f"Sorry, it is {REFUSALS[kind in ('return', 'exchange')]}. The day is Monday. Anything else?"
+    yield f"Sorry, it is {REFUSALS[kind in ('return', 'exchange')]}. Delivery day: Monday. Anything else?"
 
 
 def act_without_asking() -> Agent:
