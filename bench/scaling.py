@@ -4,7 +4,7 @@ python bench/scaling.py [--quick] [--threads N] [--out docs/evidence] [--json FI
 
 One thing varies at a time, in the main job's shape, random weights: 16 to 256 dialogues (8 turns), 2 to 30 turns
 (64 dialogues), 128 to 2,048 tokens of context in training (a fixed 16,384 tokens a step). Rollout: recorded dialogues
-as in bench/rollout.py. Training: forward and backward of as many tokens, `micro_tokens` 3,072 as in the main job.
+as in bench/rollout.py. Training: forward and backward of as many tokens, `micro_tokens` 1,024 as in the main job.
 Promise: linear, but for attention's own term. So for dialogues and turns, what a token costs at the largest value is at
 most 1.5 times the cost at the smallest; for the context growth is reported beside the FLOPs'. With --out a plot (scaling.png).
 """
@@ -36,7 +36,7 @@ def setup(what: str, n: int, quick: bool):
         tokens = sum(len(t.ids) for t in rows)
 
         def step() -> dict:
-            forward_backward(model, rows, False, 3072)
+            forward_backward(model, rows, False, 1024)
             return {"tokens": tokens}
 
         return step
