@@ -3,7 +3,7 @@
     python bench/evidence.py                 all studies (82 minutes on two shared cores); what is there is not run again
     python bench/evidence.py kl users        some of them
 
-Every run of a seed starts from the same cold start and sees the same training tasks for STEPS steps. Then 200 held-out
+Every run of a seed starts from the same cold start and sees the same training tasks for STEPS steps. Then 150 held-out
 tasks at temperature 1, with each user of TESTED. For each study: docs/evidence/STUDY.csv and STUDY.png.
 """
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import report  # noqa: E402
 
-SEEDS, STEPS, TESTS = (0, 1, 2), 12, 200
+SEEDS, STEPS, TESTS = (0, 1, 2), 12, 150
 TESTED = {"lm": "lm", "scripted": "scripted", "stranger": "stranger", "lm, tools fail": "lm"}  # test → user
 COLUMNS = "step success reward kl entropy grad_norm turns tokens_per_turn unique_4grams user_fault".split()
 
