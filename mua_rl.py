@@ -65,7 +65,7 @@ from evaluation import (
     null_baselines,
     open_api,
     percent,
-    shares,
+    told_of_faults,
     user_faults,
 )
 from grpo import Guard, adamw, advantages, ramp, set_lr, trained_rows, update
@@ -387,7 +387,7 @@ def measure(job: Job, name: str, split: str, user: str, trials: int, n: int = 0)
         return result | {"user": who}
 
     r = job.result(name, "cold_start" if name.startswith("cold_start") else "final", make)
-    faults = f"; user faults {percent(r['user_fault_rate'])} {shares(r['user_faults'])}" if "user_faults" in r else ""
+    faults = f"; {told_of_faults(r)}" if "user_fault_rate" in r else ""
     found = f"{percent(r['success'])} [{percent(r['lo'])}, {percent(r['hi'])}] of {r['n']}"
     job.progress.say(f"{name}: {split}, {user} user: success {found}{faults}")
     return r
@@ -457,7 +457,7 @@ def look(job: Job, step: int) -> None:
 
     r = job.result(f"step_{step}", "during", make)
     found = f"{percent(r['success'])} [{percent(r['lo'])}, {percent(r['hi'])}]"
-    job.progress.say(f"step {step}: validation success {found}, user faults {percent(r.get('user_fault_rate'))}")
+    job.progress.say(f"step {step}: validation success {found}; {told_of_faults(r)}")
 
 
 def final_evaluation(job: Job) -> None:

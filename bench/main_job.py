@@ -33,7 +33,7 @@ def row(summary: dict, config: dict) -> dict:
 
 def plot(runs: list[Path], path: Path) -> None:
     """Held-out success and training success over the steps, one line a seed. Before and after GRPO the tasks are those of
-    the test split, on the way those of the validation split.
+    the test split, on the way those of the validation split. A cross: the scripted user in words never met.
     """
     import matplotlib
 
@@ -59,7 +59,10 @@ def plot(runs: list[Path], path: Path) -> None:
         axis.errorbar(x, [100 * v for v in y], error, color=f"C{i}", capsize=3, label=f"seed {i}")
         fill = [f"C{i}" if split == "test" else "white" for split in splits]
         axis.scatter(x, [100 * v for v in y], 20, fill, edgecolors=f"C{i}", zorder=3)
+        unmet = next(r for r in rows if r["phase"] == "eval" and r.get("name") == "unseen_user")
+        axis.scatter(x[-1] + 1, 100 * unmet["success"], 45, f"C{i}", marker="x")
     axis.scatter([], [], 20, "black", label="test tasks")
+    axis.scatter([], [], 45, "black", marker="x", label="test tasks, a user never met")
     axis.scatter([], [], 20, "white", edgecolors="black", label="validation tasks")
     axis.plot([], [], color="black", alpha=0.3, lw=1, label="the step's training tasks")
     axis.set(xlabel="GRPO step (16 tasks × 8 conversations)", ylabel="success, %", ylim=(0, 100))
