@@ -233,6 +233,7 @@ def print_result(r: dict) -> None:
         line(f"exit {exit}", n / r["planned"])
     if "user_fault_rate" in r:
         line("user faults", r["user_fault_rate"], shares(r["user_faults"]))
+        line("user unjudged", r["user_unjudged"], "of the talks: the script can't follow them, or there is none")
     print("tokens: " + ", ".join(f"{k.replace('_', ' ')} {n:,}" for k, n in r["tokens"].items()))
 
 

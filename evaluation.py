@@ -289,12 +289,12 @@ def fault_shares(faults: list[str | None]) -> dict:
 
 
 def told_of_faults(r: dict) -> str:
-    """The same in words, for a terminal; "" where no model played the user. That the script can't make sense of the agent is
-    said from 1 % on: so begins a language that only this user's model understands (docs/tutorial.md, chapter 6).
+    """The same in words, for a terminal; "" where no model played the user. Talks in which the script
+    can't make sense of the agent are named from 1 % on: so begins a language of two (docs/main_job.md).
     """
     if "user_fault_rate" not in r:
         return ""
-    lost = f"; {r['user_unjudged']:.1%} of talks not understood by the script" if r["user_unjudged"] >= 0.01 else ""
+    lost = f"; {r['user_unjudged']:.1%} of the talks not judged" if r["user_unjudged"] >= 0.01 else ""
     return f"user faults {r['user_fault_rate']:.1%} {shares(r['user_faults'])}{lost}"
 
 

@@ -114,6 +114,9 @@ def test_what_the_script_cannot_understand_is_not_the_users_fault():
 def test_failed_users_count_as_faults_and_unjudged_talks_do_not():
     shares = evaluation.fault_shares(["failed", None, None, UNJUDGED, "yes"])
     assert shares["user_fault_rate"] == 0.5 and shares["user_unjudged"] == 0.2
+    told = evaluation.told_of_faults(shares)
+    assert told == "user faults 50.0% (failed 25.0%, yes 25.0%); 20.0% of the talks not judged"
+    assert evaluation.told_of_faults({"success": 1.0}) == ""  # nobody was played by a model
 
 
 def test_what_a_trained_user_that_says_nothing_or_has_no_room_is_worth():
