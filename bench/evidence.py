@@ -1,6 +1,6 @@
 """Ablations of the main job on three seeds: what each part of the method is worth here.
 
-    python bench/evidence.py                 all studies (82 minutes on two shared cores); what is there is not run again
+    python bench/evidence.py                 all studies (80 minutes of CPU, two runs at once); what is there is not run again
     python bench/evidence.py kl users        some of them
 
 Every run of a seed starts from the same cold start and sees the same training tasks for STEPS steps. Then 150 held-out
