@@ -5,6 +5,7 @@ default/linear/llama3/yarn (model_files.py refuses a checkpoint that needs one o
 """
 
 import math
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -120,13 +121,19 @@ class Linear(nn.Linear):
         return out + F.linear(low, self.lora_B.to(x.dtype)) * self.lora.scale
 
 
+_OFF = threading.local()  # .lora: whose adapters are off in this thread; others may train micro-batches at once
+
+
 @dataclass
 class LoRA:
     """What the adapters of one model share. B starts at 0, so a fresh adapter changes nothing."""
 
     rank: int
     alpha: float
-    on: bool = True
+
+    @property
+    def on(self) -> bool:
+        return getattr(_OFF, "lora", None) is not self
 
     @property
     def scale(self) -> float:
@@ -467,8 +474,8 @@ class Base:
         return self._without_adapters(self.model.forward_cached, *args, **options)
 
     def _without_adapters(self, compute, *args, **options) -> Tensor:
-        self.model.lora.on = False
+        _OFF.lora = self.model.lora
         try:
             return compute(*args, **options)
         finally:
-            self.model.lora.on = True
+            _OFF.lora = None

@@ -387,9 +387,8 @@ def measure(job: Job, name: str, split: str, user: str, trials: int, n: int = 0)
         return result | {"user": who}
 
     r = job.result(name, "cold_start" if name.startswith("cold_start") else "final", make)
-    faults = f"; {told_of_faults(r)}" if "user_fault_rate" in r else ""
     found = f"{percent(r['success'])} [{percent(r['lo'])}, {percent(r['hi'])}] of {r['n']}"
-    job.progress.say(f"{name}: {split}, {user} user: success {found}{faults}")
+    job.progress.say("; ".join(filter(None, (f"{name}: {split}, {user} user: success {found}", told_of_faults(r)))))
     return r
 
 
@@ -457,7 +456,7 @@ def look(job: Job, step: int) -> None:
 
     r = job.result(f"step_{step}", "during", make)
     found = f"{percent(r['success'])} [{percent(r['lo'])}, {percent(r['hi'])}]"
-    job.progress.say(f"step {step}: validation success {found}; {told_of_faults(r)}")
+    job.progress.say("; ".join(filter(None, (f"step {step}: validation success {found}", told_of_faults(r)))))
 
 
 def final_evaluation(job: Job) -> None:

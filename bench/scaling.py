@@ -4,7 +4,7 @@ python bench/scaling.py [--quick] [--threads N] [--out docs/evidence] [--json FI
 
 One thing varies at a time, in the main job's shape, random weights: 16 to 256 dialogues (8 turns), 2 to 30 turns
 (64 dialogues), 128 to 2,048 tokens of context in training (a fixed 16,384 tokens a step). Rollout: recorded dialogues
-as in bench/rollout.py. Training: forward and backward of as many tokens, `micro_tokens` 1,024 as in the main job.
+as in bench/rollout.py. Training: forward and backward of as many tokens, with the main job's `micro_tokens`.
 Promise: linear, but for attention's own term. So for dialogues and turns, what a token costs at the largest value is at
 most 1.5 times the cost at the smallest; for the context growth is reported beside the FLOPs'. With --out a plot (scaling.png).
 """
@@ -16,6 +16,7 @@ from measure import compare, decoder, finish, row, start
 from prefix import forward_backward, group
 
 import plan
+from config import Config
 
 SWEEPS = {
     "dialogues": (16, 64, 256),
@@ -36,7 +37,7 @@ def setup(what: str, n: int, quick: bool):
         tokens = sum(len(t.ids) for t in rows)
 
         def step() -> dict:
-            forward_backward(model, rows, False, 1024)
+            forward_backward(model, rows, False, Config().micro_tokens)
             return {"tokens": tokens}
 
         return step

@@ -502,10 +502,10 @@ def slow_update(policy, reference, groups, cfg, lr):
     {"kl": 0.1, "epochs": 3, "ratio": "sequence", "mean": "sequence", "advantage": "rloo"},
     {"kl": 0.1, "epochs": 2, "tis": 1.5, "mean": "constant", "turn_credit": 0.5, "skip_equal": False},
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("n", [1, 3])
-def test_an_update_is_gradient_descent_on_the_loss_written_out(changes, n, threads, tmp_path):
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_an_update_is_gradient_descent_on_the_loss_written_out(changes, at_once, threads, tmp_path):
     """Micro-batches, one denominator, temperature in policy, old and reference: against one trajectory at a time."""
-    threads(n)
+    threads(at_once)
     cfg, groups = dataclasses.replace(CFG, micro_tokens=40, grad_clip=1e9, **changes), episodes(5)[:2]
     policy, slow, reference = tiny_model(1), tiny_model(1), tiny_model(2)
     start = [p.clone() for p in policy.parameters()]

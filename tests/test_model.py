@@ -9,6 +9,8 @@ import itertools
 import json
 import math
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
@@ -625,6 +627,28 @@ def test_adapters_on_and_off_equal_separate_full_copies(cfg):
     assert model.lora.on and not torch.allclose(model(ids), base(ids))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 7 * cfg.num_hidden_layers and all(".lora_" in name for name in trained)
+
+
+def test_adapters_are_switched_off_for_one_thread_alone():
+    """Small models train on several micro-batches at once: the reference of one must not meet another's adapters."""
+    cfg = tiny()
+    model, _ = with_lora(cfg)
+    ids, base, waiting, go_on = some_ids(cfg, 2, 17), Base(model), threading.Event(), threading.Event()
+    whole, adapted = base(ids), model(ids)
+
+    def hold_the_first_back(*_):
+        if not waiting.is_set():
+            waiting.set()
+            assert go_on.wait(60)
+
+    model.model["layers"][0].register_forward_hook(hold_the_first_back)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(base, ids)
+        assert waiting.wait(60)
+        between = model(ids)  # the adapters are off in the other thread
+        base(ids)  # and here they are on again before the first goes on
+        go_on.set()
+        assert torch.equal(first.result(60), whole) and torch.equal(between, adapted)
 
 
 def test_a_fresh_adapter_changes_nothing_and_one_copy_serves_three():
