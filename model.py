@@ -115,10 +115,11 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.linear(x, self.weight, self.bias)
-        if self.lora is None or not self.lora.on:
-            return out
+        return out if self.lora is None or not self.lora.on else out + self.adapter(x)
+
+    def adapter(self, x: Tensor) -> Tensor:
         low = F.linear(x, self.lora_A.to(x.dtype))  # [.., r]
-        return out + F.linear(low, self.lora_B.to(x.dtype)) * self.lora.scale
+        return F.linear(low, self.lora_B.to(x.dtype)) * self.lora.scale
 
 
 _OFF = threading.local()  # .lora: whose adapters are off in this thread; others may train micro-batches at once
@@ -391,12 +392,15 @@ def _flash(like: Tensor) -> bool:
 
 class KVCache:
     """Keys and values of every slot, each [layers, slots, kv_heads, max_len + 1, D]. Position max_len is a bin: padding
-    that would fall off the end is written there and never read. `slots` rows, `max_len` tokens each."""
+    that would fall off the end is written there and never read. `slots` rows, `max_len` tokens each. On a CPU the keys'
+    positions lie side by side in memory instead of their coordinates: why, kernels/decode.py says."""
 
     def __init__(self, cfg: ModelConfig, slots: int, max_len: int, dtype=torch.float32, device="cpu"):
         shape = (cfg.num_hidden_layers, slots, cfg.num_key_value_heads, max_len + 1, cfg.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: a masked NaN would still be a NaN
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+        if self.keys.device.type == "cpu":
+            self.keys = self.keys.view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
         self.max_len = max_len
 
     def copy(self, source: int, targets: Tensor, length: int) -> None:

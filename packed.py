@@ -1,0 +1,152 @@
+"""The sampler's way through the decoder on a CPU: the new tokens of all rows end to end, packed weights, compiled kernels.
+
+`Decoder.forward_cached` computes the same with plain torch operations. It is the reference of this file, and serves where
+this does not: on GPUs, in other number formats, for prompts longer than LONG. What is gained:
+
+- No padding and no waiting. A row that decodes brings one token, one that has heard something brings that, and all go
+  through the weights together.
+- Four matrix products a layer instead of seven: q, k and v come from one matrix, gate and up from another.
+- oneDNN keeps large matrices in the blocks that its kernels read. A plain product of few rows spends most of its time on
+  bringing them into that form, every time (SmolLM2-135M's matrices, 16 rows: 1.7 times faster in bf16, 2 to 3 in fp32).
+- What lies between the products is four calls of compiled code (kernels/decode.py) instead of forty of torch's.
+"""
+
+import itertools
+import weakref
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import Base, Decoder, KVCache, RMSNorm
+
+try:
+    import numba
+
+    from kernels import decode
+except ImportError:  # no numba for this Python yet: slower, not wrong
+    numba = None
+
+LONG = 64  # more new tokens than this in a row: attention of so many queries is better done as matrix products
+BLOCKED = 2**18  # a matrix of fewer numbers gains nothing by oneDNN's blocks
+ROWS = 16  # the number of rows that these blocks are made for; others work as well
+
+
+class Matrix:
+    """Linear layers that read the same input, as one product. Adapters stay apart: each update changes them."""
+
+    def __init__(self, *layers: nn.Module):
+        self.layers, self.version = layers, None
+        self.sizes = [len(layer.weight) for layer in layers]
+
+    def refresh(self) -> None:
+        """Packs anew if a weight was written since: each in-place operation counts up `_version`."""
+        version = [(layer.weight.data_ptr(), layer.weight._version) for layer in self.layers]
+        if version == self.version:
+            return
+        weights = [layer.weight.detach() for layer in self.layers]
+        biases = [bias.detach() for layer in self.layers if (bias := getattr(layer, "bias", None)) is not None]
+        self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self.bias = torch.cat(biases) if biases else None
+        self.blocked = self.weight.numel() >= BLOCKED and _onednn(self.weight.dtype)
+        if self.blocked:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS)
+        self.version = version
+
+    def __call__(self, x: Tensor, adapters: bool = False) -> Tensor:
+        """x [T, in] → [T, out of all layers]"""
+        if self.blocked:
+            out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        else:
+            out = F.linear(x, self.weight, self.bias)
+        if adapters:
+            for layer, part in zip(self.layers, out.split(self.sizes, -1), strict=True):
+                part += layer.adapter(x)
+        return out
+
+
+def _onednn(dtype: torch.dtype) -> bool:
+    here = torch.backends.mkldnn.is_available()
+    return here and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class Matrices:
+    """The matrices of a decoder as `Packed` multiplies by them."""
+
+    def __init__(self, model: Decoder):
+        self.blocks = []
+        for block in model.model["layers"]:
+            attention, mlp = block.self_attn, block.mlp
+            qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+            gate_up = Matrix(mlp.gate_proj, mlp.up_proj)
+            self.blocks.append((qkv, Matrix(attention.o_proj), gate_up, Matrix(mlp.down_proj)))
+        self.head = Matrix(model.model["embed_tokens"] if model.lm_head is None else model.lm_head)
+
+    def refresh(self) -> None:
+        for matrix in itertools.chain(*self.blocks, [self.head]):
+            matrix.refresh()
+
+
+_MATRICES: weakref.WeakKeyDictionary[Decoder, Matrices] = weakref.WeakKeyDictionary()  # a model and its `Base` share them
+
+
+class Packed:
+    """The fast way through one model."""
+
+    def __init__(self, model: Decoder | Base):
+        self.adapters = isinstance(model, Decoder) and model.lora is not None
+        self.model = model.model if isinstance(model, Base) else model
+        if self.model not in _MATRICES:
+            _MATRICES[self.model] = Matrices(self.model)
+        self.matrices = _MATRICES[self.model]
+
+    @staticmethod
+    def serves(model: Decoder | Base) -> bool:
+        head = model.head
+        return numba is not None and not head.is_cuda and head.dtype in (torch.float32, torch.bfloat16)
+
+    def forward(self, ids: np.ndarray, slots: np.ndarray, at: np.ndarray, cache: KVCache) -> Tensor:
+        """Token t is ids[t], at position at[t] of slot slots[t], whose past is what the slot holds before (all [T]; tokens
+        of one slot in their order). Writes keys and values, and returns hidden states after the last norm [T, H]."""
+        model, cfg, T, on = self.model, self.model.cfg, len(ids), self.adapters
+        self.matrices.refresh()
+        cos, sin = (numbers(t) for t in model._rope(int(at.max()) + 1))
+        x = F.embedding(torch.from_numpy(ids), model.model["embed_tokens"].weight)
+        delta, normed = torch.zeros_like(x), torch.empty_like(x)
+        mixed = x.new_empty(T, cfg.num_attention_heads * cfg.head_dim)
+        product = x.new_empty(T, cfg.intermediate_size)
+        room = np.empty((T, cfg.num_attention_heads, cfg.head_dim), np.float32)
+        threads = torch.get_num_threads()
+        attend = decode.attend if threads == 1 else decode.attend_on_all_threads
+        if threads > 1:
+            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        for i, (block, (qkv, o, gate_up, down)) in enumerate(zip(model.model["layers"], self.matrices.blocks, strict=True)):
+            attention = block.self_attn
+            weight = lambda norm: numbers(x.new_empty(0) if norm is None else norm.weight)
+            add_norm(x, delta, block.input_layernorm, normed)
+            attend(
+                numbers(qkv(normed, on)), *map(weight, (attention.q_norm, attention.k_norm)), cfg.rms_norm_eps, cos, sin,
+                numbers(cache.keys[i].transpose(-1, -2)), numbers(cache.values[i]), slots, at, room, numbers(mixed),
+            )  # fmt: skip
+            add_norm(x, o(mixed, on), block.post_attention_layernorm, normed)
+            decode.swiglu(numbers(gate_up(normed, on)), numbers(product))
+            delta = down(product, on)
+        add_norm(x, delta, model.model["norm"], normed)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] → fp32 [R, V], rounded like `model.logits_of`."""
+        self.matrices.refresh()
+        return self.matrices.head(hidden).float()
+
+
+def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm, out: Tensor) -> None:
+    """x += delta; out = norm(x)."""
+    decode.add_norm(numbers(x), numbers(delta), numbers(norm.weight), norm.eps, numbers(out))
+
+
+def numbers(t: Tensor) -> np.ndarray:
+    """The same memory for numba; numpy has no bf16, so that comes as its bits."""
+    t = t.detach()
+    return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
