@@ -11,8 +11,10 @@ this does not: on GPUs, in other number formats, for prompts longer than LONG. W
 - What lies between the products is four calls of compiled code (kernels/decode.py) instead of forty of torch's.
 """
 
+import functools
 import itertools
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ except ImportError:  # no numba for this Python yet: slower, not wrong
 LONG = 64  # more new tokens than this in a row: attention of so many queries is better done as matrix products
 BLOCKED = 2**18  # a matrix of fewer numbers gains nothing by oneDNN's blocks
 ROWS = 16  # the number of rows that these blocks are made for; others work as well
+ROWS_A_CORE = 4  # with fewer than that, all cores share each product
 
 
 class Matrix:
@@ -38,14 +41,14 @@ class Matrix:
 
     def __init__(self, *layers: nn.Module):
         self.layers, self.version = layers, None
-        self.sizes = [len(layer.weight) for layer in layers]
+        self.weights, self.sizes = [layer.weight for layer in layers], [len(layer.weight) for layer in layers]
 
     def refresh(self) -> None:
         """Packs anew if a weight was written since: each in-place operation counts up `_version`."""
-        version = [(layer.weight.data_ptr(), layer.weight._version) for layer in self.layers]
+        version = sum(weight._version for weight in self.weights)
         if version == self.version:
             return
-        weights = [layer.weight.detach() for layer in self.layers]
+        weights = [weight.detach() for weight in self.weights]
         biases = [bias.detach() for layer in self.layers if (bias := getattr(layer, "bias", None)) is not None]
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.bias = torch.cat(biases) if biases else None
@@ -106,27 +109,54 @@ class Packed:
         head = model.head
         return numba is not None and not head.is_cuda and head.dtype in (torch.float32, torch.bfloat16)
 
-    def forward(self, ids: np.ndarray, slots: np.ndarray, at: np.ndarray, cache: KVCache) -> Tensor:
-        """Token t is ids[t], at position at[t] of slot slots[t], whose past is what the slot holds before (all [T]; tokens
-        of one slot in their order). Writes keys and values, and returns hidden states after the last norm [T, H]."""
-        model, cfg, T, on = self.model, self.model.cfg, len(ids), self.adapters
+    def sample(
+        self, new: list[list[int]], slots: np.ndarray, starts: np.ndarray, u: np.ndarray, temperature: float, cache: KVCache
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Row r's new tokens new[r] follow what its slot holds before starts[r] (slots distinct). Writes their keys and
+        values, and draws one more token for each row, by u[r] (`kernels.decode.draw`) → tokens [R], log-probs [R].
+
+        With enough rows each core takes a part of them through the whole model. Their operations are too short to be
+        shared out one by one: threads would spend the time waiting for each other.
+        """
         self.matrices.refresh()
+        self.model._rope(max(start + len(tokens) for start, tokens in zip(starts, new, strict=True)))  # made for all parts
+        n = min(torch.get_num_threads(), len(new) // ROWS_A_CORE)
+        if n <= 1:
+            return self._sample(new, slots, starts, u, temperature, cache)
+        tokens = np.cumsum([len(tokens) for tokens in new])
+        cuts = [0, *(np.searchsorted(tokens, tokens[-1] * np.arange(1, n) / n) + 1), len(new)]
+        parts = [slice(a, b) for a, b in itertools.pairwise(cuts) if a < b]
+        work = lambda part: self._sample(new[part], slots[part], starts[part], u[part], temperature, cache)
+        return tuple(map(np.concatenate, zip(*cores(torch.get_num_threads()).map(work, parts), strict=True)))
+
+    @torch.inference_mode()
+    def _sample(self, new, slots, starts, u, temperature, cache) -> tuple[np.ndarray, np.ndarray]:
+        n = np.array([len(tokens) for tokens in new])
+        ends = n.cumsum()
+        at = np.arange(ends[-1]) + np.repeat(starts - ends + n, n)  # each row's count begins with starts[r]
+        ids = np.fromiter(itertools.chain.from_iterable(new), np.int64, ends[-1])
+        hidden = self.forward(ids, np.repeat(slots, n), at, cache)  # [T, H]
+        logits = self.matrices.head(hidden if len(hidden) == len(n) else hidden[ends - 1])  # [R, V]
+        tokens, logprobs = np.empty(len(n), np.int64), np.empty(len(n))
+        decode.draw(numbers(logits), u, temperature, tokens, logprobs)
+        return tokens, logprobs
+
+    def forward(self, ids: np.ndarray, slots: np.ndarray, at: np.ndarray, cache: KVCache) -> Tensor:
+        """Token t is ids[t], at position at[t] of slot slots[t] (all [T]; tokens of one slot in their order). Writes keys
+        and values, and returns hidden states after the last norm [T, H]."""
+        model, cfg, T, on = self.model, self.model.cfg, len(ids), self.adapters
         cos, sin = (numbers(t) for t in model._rope(int(at.max()) + 1))
         x = F.embedding(torch.from_numpy(ids), model.model["embed_tokens"].weight)
         delta, normed = torch.zeros_like(x), torch.empty_like(x)
         mixed = x.new_empty(T, cfg.num_attention_heads * cfg.head_dim)
         product = x.new_empty(T, cfg.intermediate_size)
         room = np.empty((T, cfg.num_attention_heads, cfg.head_dim), np.float32)
-        threads = torch.get_num_threads()
-        attend = decode.attend if threads == 1 else decode.attend_on_all_threads
-        if threads > 1:
-            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        weight = lambda norm: numbers(x.new_empty(0) if norm is None else norm.weight)
         for i, (block, (qkv, o, gate_up, down)) in enumerate(zip(model.model["layers"], self.matrices.blocks, strict=True)):
             attention = block.self_attn
-            weight = lambda norm: numbers(x.new_empty(0) if norm is None else norm.weight)
             add_norm(x, delta, block.input_layernorm, normed)
-            attend(
-                numbers(qkv(normed, on)), *map(weight, (attention.q_norm, attention.k_norm)), cfg.rms_norm_eps, cos, sin,
+            decode.attend(
+                numbers(qkv(normed, on)), weight(attention.q_norm), weight(attention.k_norm), cfg.rms_norm_eps, cos, sin,
                 numbers(cache.keys[i].transpose(-1, -2)), numbers(cache.values[i]), slots, at, room, numbers(mixed),
             )  # fmt: skip
             add_norm(x, o(mixed, on), block.post_attention_layernorm, normed)
@@ -135,10 +165,11 @@ class Packed:
         add_norm(x, delta, model.model["norm"], normed)
         return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] → fp32 [R, V], rounded like `model.logits_of`."""
-        self.matrices.refresh()
-        return self.matrices.head(hidden).float()
+
+@functools.cache
+def cores(n: int) -> ThreadPoolExecutor:
+    """n threads, in each of which torch keeps to one core."""
+    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))  # a thread's own setting
 
 
 def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm, out: Tensor) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from chat import Call, Chat, Context, Malformed, Role, Sample, Say, ToolCalls, turn_text
 from model import Decoder, KVCache, logits_of
+from packed import LONG, Packed
 from user_sim import Wait
 
 # ---------------------------------------------------------------- how a conversation ends
@@ -333,15 +334,16 @@ def sampling_seconds(samplers: dict[str, "Sampler"]) -> dict[str, float]:
 # ---------------------------------------------------------------- the sampler
 
 FRACTION = 8
-CHUNK = 512  # a longer prompt is prefilled in pieces
+CHUNK = 512  # of a longer prompt so much is fed at a time
 SHARED = 32  # a shared beginning shorter than this is not worth copying
 
 
 # What the cache holds, always. Slot s belongs to a context c = held[s]; with n = cached[s]:
 #   Positions 0 … n−1 are the keys and values of c.ids[:n]. What lies at n and beyond is stale; it is overwritten before
 #   anything reads that far, since a query at position p reads 0 … p only.
-#   In a turn (s in active) n = len(c.ids) − 1: the newest token is sampled but not yet fed, `_decode` will feed it.
-#   After a turn too, however it ended: its last token, be it an end token or where the turn was cut, is fed with what comes next.
+#   In a turn (s in active) c.ids[n:] is what `step` feeds next: the newest token, which is sampled but not yet fed; at a
+#   turn's beginning all that was heard; of a long prompt the rest.
+#   After a turn, however it ended, its last token is not yet fed: it is, with what comes next.
 #   Between turns c only grows (template, messages, tool results), so 0 … n−1 stay right; the next turn feeds c.ids[n:].
 #   A released slot keeps its keys until `_claim` gives it to a context: n = 0, or the length of a beginning both share.
 #   prefixes[key] = s: once cached[s] reaches len(key), s holds that beginning at 0 … len(key)−1, whoever has or had the
@@ -363,6 +365,7 @@ class Sampler:
         self.slots, self.max_len, self.temperature = slots, max_len, temperature
         head = model.head
         self.device = head.device
+        self.packed = Packed(model) if Packed.serves(model) else None  # None: plain torch, padded
         self.cache = KVCache(model.cfg, slots, max_len, head.dtype, head.device)
         self.held: list[Context | None] = [None] * slots
         self.slot_of: dict[Context, int] = {}  # in order of use: the first has been idle longest
@@ -370,7 +373,7 @@ class Sampler:
         self.left = [0] * slots  # tokens the open turn may still take
         self.free = list(range(slots))  # a heap: low slots first keeps the decoded block dense
         self.pending: list[Sample] = []
-        self.active: list[int] = []  # slots being decoded, ascending
+        self.active: list[int] = []  # slots in a turn, ascending
         self.prefixes: dict[tuple[int, ...], int] = {}  # shared beginning → a slot that holds it
         self.sampled_tokens = self.prefilled_tokens = self.steps = 0
         self.seconds: Counter[str] = Counter()  # by what was done: prefill, decode
@@ -400,43 +403,32 @@ class Sampler:
 
     @torch.inference_mode()
     def step(self, share: float = 1.0) -> list[Context]:
-        """One token for every row that decodes, more for those that begin; returns the contexts whose turn
-        ended.
+        """Feeds every row in a turn what its context gained (one token, more at a turn's beginning), and samples one token
+        for each that has nothing left to feed. Returns the contexts whose turn ended.
 
-        Rows that wait for prefill wait until a batch of them is worth the call. Context.full is set where
-        room ran out. share: how much of its time counts in `seconds`.
+        Context.full is set where room ran out. share: how much of the step's time counts in `seconds`.
         """
-        done = []
-        if self.pending and FRACTION * len(self.pending) >= len(self.active):
-            done += self._timed("prefill", self._prefill, share)
-        if self.active:
-            done += self._timed("decode", self._decode, share)
-        return done
-
-    def _timed(self, what: str, work: Callable[[], list[Context]], share: float) -> list[Context]:
-        began = time.perf_counter()
-        done = work()  # ends with tokens on the host, so that a GPU is done too
-        self.seconds[what] += share * (time.perf_counter() - began)
+        began, done = time.perf_counter(), []
+        # A padded batch of beginnings costs a pass through the weights of its own: it waits until it is worth that.
+        if self.pending and (self.packed or FRACTION * len(self.pending) >= len(self.active)):
+            done = self._begin()
+        lengths = {s: len(self.held[s].ids) - int(self.cached[s]) for s in self.active if self._share(s)}
+        # The newest token, an end token before it included, is never cached yet.
+        assert all(n > 0 for n in lengths.values()), "the cache lost step with a context"
+        if lengths:
+            done += self._feed(lengths)  # ends with tokens on the host, so that a GPU is done too
+            self.steps += 1
+            seconds, decoded = share * (time.perf_counter() - began), sum(n == 1 for n in lengths.values())
+            fed = sum(min(n, CHUNK) for n in lengths.values())
+            self.seconds["decode"] += seconds * decoded / fed
+            self.seconds["prefill"] += seconds * (fed - decoded) / fed
         return done
 
     # ------------------------------------------------------------ beginning a turn
 
-    def _prefill(self) -> list[Context]:
-        """Begins the pending turns: caches what their contexts gained, and samples each one's first token."""
-        rows = self._admit()
-        done = [self.held[slot] for slot in rows if self.left[slot] <= 0]
-        rows = [slot for slot in rows if self.left[slot] > 0]
-        first = [slot for slot in rows if self._share(slot)]
-        done += self._feed(first)
-        if second := [slot for slot in rows if slot not in set(first)]:
-            for slot in second:
-                self._share(slot)
-            done += self._feed(second)
-        return done
-
-    def _admit(self) -> list[int]:
-        """Slots for the pending turns, as far as they go. A turn without room for one token gets left = 0."""
-        rows, later = [], []
+    def _begin(self) -> list[Context]:
+        """Gives slots to the pending turns, as far as they go. Returns those without room for a single token."""
+        done, later = [], []
         wanted, active = {s.ctx for s in self.pending}, set(self.active)
         idle = (c for c in list(self.slot_of) if c not in wanted and self.slot_of[c] not in active)
         for sample in self.pending:
@@ -451,25 +443,29 @@ class Sampler:
             self.slot_of[ctx] = slot  # the last in order of use
             ctx.full = len(ctx.ids) >= self.max_len
             self.left[slot] = 0 if ctx.full else sample.max_new
-            rows.append(slot)
-        self.pending = later
-        return rows
+            if self.left[slot] > 0:
+                active.add(slot)
+            else:
+                done.append(ctx)
+        self.pending, self.active = later, sorted(active)
+        return done
 
     def _claim(self, slot: int, ctx: Context) -> int:
         """A free slot for a new context; what it held is forgotten, unless it begins just like this one."""
         key = _beginning(ctx)
-        keep = len(key) if self.prefixes.get(key) == slot else 0
+        keep = len(key) if self.prefixes.get(key) == slot and self.cached[slot] >= len(key) else 0
         if not keep:
             self.prefixes = {k: s for k, s in self.prefixes.items() if s != slot}
         self.held[slot], self.cached[slot] = ctx, keep
         return slot
 
     def _share(self, slot: int) -> bool:
-        """Copies a beginning that another slot holds. False: that slot is not fed yet; ask again then."""
-        key = _beginning(self.held[slot])
-        if self.cached[slot] > 0 or len(key) < SHARED:
+        """Copies a beginning that another slot holds. False: that slot is not fed yet; ask again in the next step."""
+        if self.cached[slot] > 0 or len(key := _beginning(self.held[slot])) < SHARED:
             return True
         holder = self.prefixes.setdefault(key, slot)
+        if holder != slot and self.cached[holder] < len(key) and holder not in self.active:
+            holder = self.prefixes[key] = slot  # it was released before it was fed
         if holder == slot:
             return True
         if self.cached[holder] < len(key):
@@ -478,83 +474,73 @@ class Sampler:
         self.cached[slot] = len(key)
         return True
 
-    def _feed(self, rows: list[int]) -> list[Context]:
-        """Caches the new tokens of `rows`, in batches of like length, and samples the next token of each."""
-        ready, hiddens = [], []
-        while rows:
-            lengths = {s: min(len(self.held[s].ids) - int(self.cached[s]), CHUNK) for s in rows}
-            rows = []
-            for batch in _batches(lengths):
-                n = [lengths[s] for s in batch]
-                ids = np.zeros((len(batch), max(n)), dtype=np.int64)  # right padding; its keys are never read
-                for row, slot in enumerate(batch):
-                    at = int(self.cached[slot])
-                    ids[row, : n[row]] = self.held[slot].ids[at : at + n[row]]
-                hidden = self._forward(ids, np.array(batch), self.cached[batch])  # [R, L, H]
-                self.cached[batch] += n
-                self.prefilled_tokens += sum(n)
-                whole = [r for r, s in enumerate(batch) if self.cached[s] == len(self.held[s].ids)]
-                rows += [s for r, s in enumerate(batch) if r not in set(whole)]
-                ready += [batch[r] for r in whole]
-                hiddens.append(hidden[whole, [n[r] - 1 for r in whole]])
-        return self._choose(torch.cat(hiddens), ready) if ready else []
-
     # ------------------------------------------------------------ one token more
 
-    def _decode(self) -> list[Context]:
-        rows = self.active
-        contexts = [self.held[s] for s in rows]
-        tokens = [ctx.ids[-1] for ctx in contexts]
-        starts = self.cached[rows]
-        # The newest token, an end token before it included, must be the only one not yet cached.
-        assert starts.tolist() == [len(ctx.ids) - 1 for ctx in contexts], "the cache lost step with a context"
-        reach = rows[-1] + 1
-        if 3 * len(rows) > 2 * reach:  # decode idle slots too: cheaper than gathering keys and values out of the block
-            ids = np.zeros((reach, 1), dtype=np.int64)
-            ids[rows, 0] = tokens
-            hidden = self._forward(ids, None, self.cached[:reach])[:, 0]  # an idle row writes past its own end
-            hidden = hidden if len(rows) == reach else hidden[rows]
-        else:
-            hidden = self._forward(np.array(tokens)[:, None], np.array(rows), starts)[:, 0]
-        self.cached[rows] += 1
-        self.steps += 1
-        self.active = []
-        return self._choose(hidden, rows)
+    def _feed(self, lengths: dict[int, int]) -> list[Context]:
+        """Caches the next lengths[slot] tokens of each slot, of a long prompt a piece, and samples a token for those that
+        then have everything cached. Returns the contexts whose turn is over."""
+        short = [s for s, n in lengths.items() if n <= LONG] if self.packed else []
+        long = {s: min(n, CHUNK) for s, n in lengths.items() if n > LONG or not self.packed}
+        done = []
+        for batch in [*_batches(long), *([short] if short else [])]:
+            n, starts = [min(lengths[s], CHUNK) for s in batch], self.cached[batch]
+            new = [self.held[s].ids[at : at + k] for s, at, k in zip(batch, starts.tolist(), n, strict=True)]
+            whole = [r for r, s in enumerate(batch) if starts[r] + n[r] == len(self.held[s].ids)]
+            rows = [batch[r] for r in whole]
+            u = np.array([self.held[s].uniform() if self.temperature else 0.0 for s in rows])
+            if batch is short:  # each of them whole
+                tokens, logprobs = self.packed.sample(new, np.array(batch), starts, u, self.temperature, self.cache)
+            else:
+                hidden = self._padded(batch, starts, new)[whole]
+                tokens, logprobs = draw(logits_of(hidden, self.model.head), torch.from_numpy(u), self.temperature)
+            self.cached[batch] += n
+            self.prefilled_tokens += sum(k for k in n if k > 1)
+            done += self._take(rows, tokens.tolist(), logprobs.tolist())
+        return done
 
-    def _forward(self, ids: np.ndarray, slots: np.ndarray | None, starts: np.ndarray) -> Tensor:
-        """ids [R, L], slots [R] or None for 0..R−1, starts [R] → hidden [R, L, H]."""
-        upto = int(starts.max()) + ids.shape[1]
-        R, L = ids.shape
-        packed = np.empty((R, L + 2), dtype=np.int64)  # one transfer for all three
-        packed[:, :L], packed[:, L], packed[:, L + 1] = ids, starts, 0 if slots is None else slots
+    def _padded(self, slots: list[int], starts: np.ndarray, new: list[list[int]]) -> Tensor:
+        """Caches row r's tokens new[r] behind the starts[r] of its slot → hidden states of each row's last [R, H]. The rows
+        are right-padded to a block; what padding leaves in the cache is never read."""
+        R, reach, n = len(slots), max(slots) + 1, [len(tokens) for tokens in new]
+        every = max(n) == 1 and 3 * R > 2 * reach  # feed idle slots too: cheaper than gathering keys and values
+        rows = slots if every else list(range(R))
+        packed = np.zeros((reach if every else R, max(n) + 2), dtype=np.int64)  # ids, start, slot: one transfer
+        for row, tokens in zip(rows, new, strict=True):
+            packed[row, : len(tokens)] = tokens
+        packed[:, -2] = self.cached[:reach] if every else starts  # an idle row writes past its own end
+        packed[rows, -1] = slots
+        upto = int(packed[:, -2].max()) + max(n)
         packed = torch.from_numpy(packed).to(self.device)
-        slots = None if slots is None else packed[:, L + 1]
-        return self.model.forward_cached(packed[:, :L], self.cache, slots, packed[:, L], upto=upto)
+        which = None if every else packed[:, -1]
+        hidden = self.model.forward_cached(packed[:, :-2], self.cache, which, packed[:, -2], upto=upto)  # [R, L, H]
+        return hidden[rows, [k - 1 for k in n]]
 
-    def _choose(self, hidden: Tensor, rows: list[int]) -> list[Context]:
-        """A token for each row, from hidden [R, H]. Returns the contexts whose turn is over."""
-        logits = logits_of(hidden, self.model.head)  # [R, V]
-        contexts = [self.held[s] for s in rows]
-        if self.temperature == 0:
-            logp = torch.log_softmax(logits, -1)
-            token = logits.argmax(-1, keepdim=True)  # [R, 1]
-        else:
-            logp = torch.log_softmax(logits / self.temperature, -1)
-            u = torch.tensor([[ctx.uniform()] for ctx in contexts], dtype=torch.float64).to(self.device)
-            token = inverse_cdf(logp, u)
-        pairs = torch.cat([token.double(), logp.gather(-1, token).double()], -1).tolist()
-        done, active = [], []
-        for slot, ctx, (token, logprob) in zip(rows, contexts, pairs, strict=True):
+    def _take(self, rows: list[int], tokens: list[int], logprobs: list[float]) -> list[Context]:
+        """Each row gets its token. Returns the contexts whose turn is over."""
+        done, over = [], set()
+        for slot, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
                 raise FloatingPointError(f"sampled a token with log-prob {logprob}: the weights are broken")
-            ctx.sampled(int(token), logprob)
+            ctx = self.held[slot]
+            ctx.sampled(token, logprob)
             self.left[slot] -= 1
-            over = int(token) in self.end_ids
-            ctx.full = not over and len(ctx.ids) >= self.max_len
-            (done if over or ctx.full or not self.left[slot] else active).append((slot, ctx))
+            ended = token in self.end_ids
+            ctx.full = not ended and len(ctx.ids) >= self.max_len
+            if ended or ctx.full or not self.left[slot]:
+                done.append(ctx)
+                over.add(slot)
         self.sampled_tokens += len(rows)
-        self.active = sorted([*self.active, *(slot for slot, _ in active)])
-        return [ctx for _, ctx in done]
+        self.active = [s for s in self.active if s not in over]
+        return done
+
+
+def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A token for each row of logits [R, V] by its u [R], and its log-prob; at temperature 0 the greatest, with its
+    log-prob at 1."""
+    logp = torch.log_softmax(logits / (temperature or 1.0), -1)
+    token = inverse_cdf(logp, u.to(logits.device)[:, None]) if temperature else logits.argmax(-1, keepdim=True)  # [R, 1]
+    pairs = torch.cat([token.double(), logp.gather(-1, token).double()], -1).cpu()  # one transfer
+    return pairs[:, 0].long(), pairs[:, 1]
 
 
 def inverse_cdf(logp: Tensor, u: Tensor) -> Tensor:
@@ -579,7 +565,8 @@ def _batches(lengths: dict[int, int], tokens: int = 4096) -> list[list[int]]:
     batches: list[list[int]] = []
     for slot in sorted(lengths, key=lambda s: (lengths[s], s)):
         n, last = lengths[slot], batches[-1] if batches else []
-        if last and n <= 2 * lengths[last[0]] + 8 and n * (len(last) + 1) <= tokens:
+        alike = last and n <= (2 * lengths[last[0]] + 8 if lengths[last[0]] > 1 else 1)  # rows that decode: none longer
+        if alike and n * (len(last) + 1) <= tokens:
             last.append(slot)
         else:
             batches.append([slot])

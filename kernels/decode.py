@@ -21,12 +21,12 @@ The slow twin is `Decoder.forward_cached` with torch's own operations; tests/tes
 import math
 
 import numpy as np
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import overload
 
 # nnan and ninf stay off: a NaN must come out as one, so that broken weights are noticed.
 FAST = dict(  # noqa: C408
-    cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz", "afn"}
+    cache=True, error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz", "afn"}
 )
 
 
@@ -73,18 +73,19 @@ def _rounded(x, like):
 def exp(x):
     """eˣ in fp32 to two units in the last place, for x ≤ 88; in steps that compile to vectors, which a call does not.
 
-    x = n · ln 2 + r with |r| ≤ ln 2 / 2, e^r as a polynomial (Cephes), 2ⁿ by its exponent bits. Below e⁻⁸⁷ it is e⁻⁸⁷.
+    x = n · ln 2 + r with |r| ≤ ln 2 / 2, e^r as a polynomial (Cephes), 2ⁿ by its exponent bits. Below e⁻⁸⁷ it is 0.
     """
-    x = np.float32(-87.0) if x < np.float32(-87.0) else x  # a NaN is not smaller
-    n = math.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    y = max(x, np.float32(-87.0))
+    n = math.floor(y * np.float32(1.44269504) + np.float32(0.5))
+    r = y - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4)
     p = p * r + np.float32(1.3981999507e-3)
     p = p * r + np.float32(8.3334519073e-3)
     p = p * r + np.float32(4.1665795894e-2)
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
-    return (p * r * r + r + np.float32(1.0)) * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return np.float32(0) if x < np.float32(-87.0) else (p * r * r + r + np.float32(1.0)) * power
 
 
 @njit(**FAST)
@@ -202,7 +203,7 @@ def _read(t, h, keys, values, slots, at, q, out):
             out[t, g * D + d] = narrow(mixed[d] / total, out)
 
 
-@njit(**FAST)
+@njit(nogil=True, **FAST)
 def attend(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, at, q, out):
     """Attention of T tokens: token t stands at position at[t] of slot slots[t], and sees 0 … at[t] there.
 
@@ -210,18 +211,48 @@ def attend(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, at, q, o
     queries and keys [D], or [0]. cos, sin [length, D]. keys [slots, kv_heads, D, M] and values [slots, kv_heads, M, D] are
     written first, for all tokens; so tokens of one slot see each other. q [T, heads, D] fp32 is room. out [T, heads · D].
     """
-    T, kv_heads = len(qkv), keys.shape[1]
-    for t in range(T):
+    for t in range(len(qkv)):
         _write(t, qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, at, q)
-    for i in range(T * kv_heads):
-        _read(i // kv_heads, i % kv_heads, keys, values, slots, at, q, out)
+    for t in range(len(qkv)):
+        for h in range(keys.shape[1]):
+            _read(t, h, keys, values, slots, at, q, out)
 
 
-@njit(parallel=True, **FAST)
-def attend_on_all_threads(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, at, q, out):
-    """The same, on as many threads as numba.set_num_threads says."""
-    T, kv_heads = len(qkv), keys.shape[1]
-    for t in prange(T):
-        _write(t, qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, at, q)
-    for i in prange(T * kv_heads):
-        _read(i // kv_heads, i % kv_heads, keys, values, slots, at, q, out)
+BLOCK = 512
+
+
+@njit(nogil=True, **FAST)
+def draw(logits, u, temperature, tokens, logprobs):
+    """A token of each row's softmax(logits / temperature): where its cumulated probability first exceeds u, never one of
+    probability 0; temperature 0: the first of the greatest. logprobs: its log-prob (at temperature 1 if greedy).
+
+    logits [R, V], u [R] in [0, 1) → tokens [R], logprobs [R]. Sums are taken in float64.
+    """
+    R, V = logits.shape
+    scale, p = np.float32(1 / temperature if temperature > 0 else 1), np.empty(V, np.float32)
+    for r in range(R):
+        best = 0
+        for i in range(V):
+            p[i] = widen(logits[r, i]) * scale
+        for i in range(V):
+            best = i if p[i] > p[best] else best
+        top, total, sums = p[best], 0.0, np.zeros((V + BLOCK - 1) // BLOCK)
+        for b in range(len(sums)):
+            for i in range(b * BLOCK, min(V, (b + 1) * BLOCK)):
+                p[i] = exp(p[i] - top)
+                sums[b] += p[i]
+            total += sums[b]
+        token = best
+        if temperature > 0:
+            target, below, b = u[r] * total, 0.0, 0
+            while b < len(sums) - 1 and below + sums[b] <= target:
+                below += sums[b]
+                b += 1
+            for i in range(b * BLOCK, min(V, (b + 1) * BLOCK)):
+                if p[i] > 0:
+                    token = i
+                    below += p[i]
+                    if below > target:
+                        break
+        tokens[r] = token
+        logprobs[r] = np.float64(widen(logits[r, token]) * scale) - top - np.log(total)
