@@ -21,8 +21,9 @@ The slow twin is `Decoder.forward_cached` with torch's own operations; tests/tes
 import math
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 # nnan and ninf stay off: a NaN must come out as one, so that broken weights are noticed.
 FAST = dict(  # noqa: C408
@@ -132,15 +133,39 @@ def turned(x, weight, eps, cos, sin, out):
         out[d] = rounded(rounded(head[d] * widen(cos[d]), x) + other * widen(sin[d]), x)
 
 
+@intrinsic
+def _fetch(typing, address):
+    """Asks for the line of memory at an address, without waiting for it."""
+
+    def emit(context, builder, signature, arguments):
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        hints = [number(0), number(2), number(1)]  # to read; into the second-level cache; data
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), *hints])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), emit
+
+
 @njit(**FAST)
-def scores(q, K, s):
-    """s[t] = q · K[:, t]. q [D], K [D, M], s [n]. Eight coordinates at a time (D is a multiple of 8)."""
-    n = len(s)
+def fetch(row, n):
+    """Asks for the first n numbers of a row."""
+    for i in range(0, n, 64 // row.itemsize):
+        _fetch(row.ctypes.data + i * row.itemsize)
+
+
+@njit(**FAST)
+def scores(q, K, s, ahead, n_ahead):
+    """s[t] = q · K[:, t]. q [D], K [D, M], s [n]. Eight coordinates at a time (D is a multiple of 8). ahead [D, M]: keys of
+    which the first n_ahead positions are asked for meanwhile."""
     s[:] = 0
     for d in range(0, len(q), 8):
+        for i in range(8):
+            fetch(ahead[d + i], n_ahead)
         q0, q1, q2, q3, q4, q5, q6, q7 = q[d], q[d + 1], q[d + 2], q[d + 3], q[d + 4], q[d + 5], q[d + 6], q[d + 7]
         k0, k1, k2, k3, k4, k5, k6, k7 = K[d], K[d + 1], K[d + 2], K[d + 3], K[d + 4], K[d + 5], K[d + 6], K[d + 7]
-        for t in range(n):
+        for t in range(len(s)):
             s[t] += (
                 (q0 * widen(k0[t]) + q1 * widen(k1[t])) + (q2 * widen(k2[t]) + q3 * widen(k3[t]))
             ) + ((q4 * widen(k4[t]) + q5 * widen(k5[t])) + (q6 * widen(k6[t]) + q7 * widen(k7[t])))
@@ -159,11 +184,13 @@ def softmax(s, scale):
 
 
 @njit(**FAST)
-def weighted(p, V, out):
-    """out[d] = Σ_t p[t] · V[t, d]. p [n], V [M, D], out [D]. Four positions at a time."""
+def weighted(p, V, out, ahead, n_ahead):
+    """out[d] = Σ_t p[t] · V[t, d]. p [n], V [M, D], out [D]. Four positions at a time. ahead [M, D], as above."""
     n, D = len(p), len(out)
     out[:] = 0
     for t in range(0, n - 3, 4):
+        for i in range(t, min(t + 4, n_ahead)):
+            fetch(ahead[i], D)
         p0, p1, p2, p3 = p[t], p[t + 1], p[t + 2], p[t + 3]
         v0, v1, v2, v3 = V[t], V[t + 1], V[t + 2], V[t + 3]
         for d in range(D):
@@ -191,14 +218,19 @@ def _write(t, qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, at, q
 
 
 @njit(**FAST)
-def _read(t, h, keys, values, slots, at, q, out):
-    """Token t, kv head h: what its group of query heads sees of positions 0 … at[t]."""
-    D, group, n = q.shape[2], q.shape[1] // keys.shape[1], at[t] + 1
-    K, V, s, mixed = keys[slots[t], h], values[slots[t], h], np.empty(n, np.float32), np.empty(D, np.float32)
+def _read(i, keys, values, slots, at, q, out):
+    """What one token's group of query heads, those of one kv head, sees of positions 0 … at. i counts both."""
+    kv_heads, D = keys.shape[1], q.shape[2]
+    group, t, h = q.shape[1] // kv_heads, i // kv_heads, i % kv_heads
+    following = min(i + 1, len(at) * kv_heads - 1)  # is asked for while the group's first head is at work
+    t2, h2 = following // kv_heads, following % kv_heads
+    K, V, ahead_K, ahead_V = keys[slots[t], h], values[slots[t], h], keys[slots[t2], h2], values[slots[t2], h2]
+    s, mixed = np.empty(at[t] + 1, np.float32), np.empty(D, np.float32)
     for g in range(h * group, (h + 1) * group):
-        scores(q[t, g], K, s)
+        n_ahead = at[t2] + 1 if g == h * group else 0
+        scores(q[t, g], K, s, ahead_K, n_ahead)
         total = softmax(s, np.float32(1 / math.sqrt(D)))
-        weighted(s, V, mixed)
+        weighted(s, V, mixed, ahead_V, n_ahead)
         for d in range(D):
             out[t, g * D + d] = narrow(mixed[d] / total, out)
 
@@ -213,12 +245,11 @@ def attend(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, at, q, o
     """
     for t in range(len(qkv)):
         _write(t, qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, at, q)
-    for t in range(len(qkv)):
-        for h in range(keys.shape[1]):
-            _read(t, h, keys, values, slots, at, q, out)
+    for i in range(len(qkv) * keys.shape[1]):
+        _read(i, keys, values, slots, at, q, out)
 
 
-BLOCK = 512
+BLOCK = 512  # of the vocabulary: sums of so many lead to the one that holds the token
 
 
 @njit(nogil=True, **FAST)
@@ -230,21 +261,18 @@ def draw(logits, u, temperature, tokens, logprobs):
     """
     R, V = logits.shape
     scale, p = np.float32(1 / temperature if temperature > 0 else 1), np.empty(V, np.float32)
+    sums = np.empty((V + BLOCK - 1) // BLOCK)
     for r in range(R):
-        best = 0
         for i in range(V):
             p[i] = widen(logits[r, i]) * scale
+        top, total = p[0], 0.0
         for i in range(V):
-            best = i if p[i] > p[best] else best
-        top, total, sums = p[best], 0.0, np.zeros((V + BLOCK - 1) // BLOCK)
+            top = max(top, p[i])
         for b in range(len(sums)):
-            for i in range(b * BLOCK, min(V, (b + 1) * BLOCK)):
-                p[i] = exp(p[i] - top)
-                sums[b] += p[i]
+            sums[b] = _exponentials(p[b * BLOCK : (b + 1) * BLOCK], top)
             total += sums[b]
-        token = best
+        target, below, b, token = u[r] * total, 0.0, 0, 0
         if temperature > 0:
-            target, below, b = u[r] * total, 0.0, 0
             while b < len(sums) - 1 and below + sums[b] <= target:
                 below += sums[b]
                 b += 1
@@ -254,5 +282,17 @@ def draw(logits, u, temperature, tokens, logprobs):
                     below += p[i]
                     if below > target:
                         break
+        else:
+            while token < V - 1 and p[token] < 1:  # e⁰: the first of the greatest
+                token += 1
         tokens[r] = token
         logprobs[r] = np.float64(widen(logits[r, token]) * scale) - top - np.log(total)
+
+
+@njit(**FAST)
+def _exponentials(x, top):
+    total = 0.0
+    for i in range(len(x)):
+        x[i] = exp(x[i] - top)
+        total += x[i]
+    return total
