@@ -392,15 +392,16 @@ def _flash(like: Tensor) -> bool:
 
 class KVCache:
     """Keys and values of every slot, each [layers, slots, kv_heads, max_len + 1, D]. Position max_len is a bin: padding
-    that would fall off the end is written there and never read. `slots` rows, `max_len` tokens each. On a CPU the keys'
-    positions lie side by side in memory instead of their coordinates: why, kernels/decode.py says."""
+    that would fall off the end is written there and never read. `slots` rows, `max_len` tokens each.
 
-    def __init__(self, cfg: ModelConfig, slots: int, max_len: int, dtype=torch.float32, device="cpu"):
-        shape = (cfg.num_hidden_layers, slots, cfg.num_key_value_heads, max_len + 1, cfg.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: a masked NaN would still be a NaN
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        if self.keys.device.type == "cpu":
-            self.keys = self.keys.view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+    packed: keys lie in memory with their positions side by side instead of their coordinates (kernels/decode.py says why).
+    """
+
+    def __init__(self, cfg: ModelConfig, slots: int, max_len: int, dtype=torch.float32, device="cpu", packed=False):
+        rows, P, D = (cfg.num_hidden_layers, slots, cfg.num_key_value_heads), max_len + 1, cfg.head_dim
+        zeros = lambda *shape: torch.zeros(*rows, *shape, dtype=dtype, device=device)  # a masked NaN would still be a NaN
+        self.keys = zeros(D, P).transpose(-1, -2) if packed else zeros(P, D)
+        self.values = zeros(P, D)
         self.max_len = max_len
 
     def copy(self, source: int, targets: Tensor, length: int) -> None:

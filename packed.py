@@ -107,7 +107,8 @@ class Packed:
     @staticmethod
     def serves(model: Decoder | Base) -> bool:
         head = model.head
-        return numba is not None and not head.is_cuda and head.dtype in (torch.float32, torch.bfloat16)
+        fits = head.dtype in (torch.float32, torch.bfloat16) and model.cfg.head_dim % 8 == 0
+        return numba is not None and not head.is_cuda and fits
 
     def sample(
         self, new: list[list[int]], slots: np.ndarray, starts: np.ndarray, u: np.ndarray, temperature: float, cache: KVCache

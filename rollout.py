@@ -366,7 +366,7 @@ class Sampler:
         head = model.head
         self.device = head.device
         self.packed = Packed(model) if Packed.serves(model) else None  # None: plain torch, padded
-        self.cache = KVCache(model.cfg, slots, max_len, head.dtype, head.device)
+        self.cache = KVCache(model.cfg, slots, max_len, head.dtype, head.device, packed=self.packed is not None)
         self.held: list[Context | None] = [None] * slots
         self.slot_of: dict[Context, int] = {}  # in order of use: the first has been idle longest
         self.cached = np.zeros(slots, dtype=np.int64)  # how many of its context's tokens a slot holds
