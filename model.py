@@ -399,7 +399,9 @@ class KVCache:
 
     def __init__(self, cfg: ModelConfig, slots: int, max_len: int, dtype=torch.float32, device="cpu", packed=False):
         rows, P, D = (cfg.num_hidden_layers, slots, cfg.num_key_value_heads), max_len + 1, cfg.head_dim
-        zeros = lambda *shape: torch.zeros(*rows, *shape, dtype=dtype, device=device)  # a masked NaN would still be a NaN
+        zeros = lambda *shape: torch.zeros(
+            *rows, *shape, dtype=dtype, device=device
+        )  # a masked NaN would still be a NaN
         self.keys = zeros(D, P).transpose(-1, -2) if packed else zeros(P, D)
         self.values = zeros(P, D)
         self.max_len = max_len

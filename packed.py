@@ -91,7 +91,9 @@ class Matrices:
             matrix.refresh()
 
 
-_MATRICES: weakref.WeakKeyDictionary[Decoder, Matrices] = weakref.WeakKeyDictionary()  # a model and its `Base` share them
+_MATRICES: weakref.WeakKeyDictionary[Decoder, Matrices] = (
+    weakref.WeakKeyDictionary()
+)  # a model and its `Base` share them
 
 
 class Packed:
@@ -111,7 +113,13 @@ class Packed:
         return numba is not None and not head.is_cuda and fits
 
     def sample(
-        self, new: list[list[int]], slots: np.ndarray, starts: np.ndarray, u: np.ndarray, temperature: float, cache: KVCache
+        self,
+        new: list[list[int]],
+        slots: np.ndarray,
+        starts: np.ndarray,
+        u: np.ndarray,
+        temperature: float,
+        cache: KVCache,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Row r's new tokens new[r] follow what its slot holds before starts[r] (slots distinct). Writes their keys and
         values, and draws one more token for each row, by u[r] (`kernels.decode.draw`) → tokens [R], log-probs [R].
@@ -120,7 +128,9 @@ class Packed:
         shared out one by one: threads would spend the time waiting for each other.
         """
         self.matrices.refresh()
-        self.model._rope(max(start + len(tokens) for start, tokens in zip(starts, new, strict=True)))  # made for all parts
+        self.model._rope(
+            max(start + len(tokens) for start, tokens in zip(starts, new, strict=True))
+        )  # made for all parts
         n = min(torch.get_num_threads(), len(new) // ROWS_A_CORE)
         if n <= 1:
             return self._sample(new, slots, starts, u, temperature, cache)
@@ -153,7 +163,9 @@ class Packed:
         product = x.new_empty(T, cfg.intermediate_size)
         room = np.empty((T, cfg.num_attention_heads, cfg.head_dim), np.float32)
         weight = lambda norm: numbers(x.new_empty(0) if norm is None else norm.weight)
-        for i, (block, (qkv, o, gate_up, down)) in enumerate(zip(model.model["layers"], self.matrices.blocks, strict=True)):
+        for i, (block, (qkv, o, gate_up, down)) in enumerate(
+            zip(model.model["layers"], self.matrices.blocks, strict=True)
+        ):
             attention = block.self_attn
             add_norm(x, delta, block.input_layernorm, normed)
             decode.attend(

@@ -50,6 +50,7 @@ class Need:
     gradients: int
     masters: int  # fp32 copies of trained half-precision weights
     optimizer: int  # AdamW's two moments
+    packed: int  # on a CPU the matrices once more, as the sampler multiplies by them (packed.py)
     caches: int  # keys and values: the agent's slots and the user's
     activations: int  # one micro-batch, forward and backward
     logits: int  # slices of [T, V], and the gradients of hidden states and output matrix
@@ -110,13 +111,13 @@ def need(cfg, m: ModelConfig) -> Need:
     if not cfg.sft_steps:
         return learning
     cold_start = phase(replace(cfg, lora_rank=0, optimizer="adamw"), m)  # trains all weights, alone
-    return max(learning, replace(cold_start, reference=0, caches=0), key=Need.total)
+    return max(learning, replace(cold_start, reference=0, packed=0, caches=0), key=Need.total)
 
 
 def phase(cfg, m: ModelConfig) -> Need:
     """The memory of reinforcement learning."""
     width = 2 if cfg.dtype == "bf16" else 4
-    everything, _ = parameters(m)
+    everything, linear = parameters(m)
     trained = adapters(m, cfg.lora_rank) if cfg.lora_rank else everything
     half = width == 2 and not cfg.lora_rank  # trained weights are kept a second time, in fp32
     per_token = 2 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim * width
@@ -133,6 +134,7 @@ def phase(cfg, m: ModelConfig) -> Need:
         gradients=trained * 4,
         masters=trained * 4 if half else 0,
         optimizer=round(trained * MOMENTS[cfg.optimizer]),
+        packed=(1 + copies) * (linear + m.vocab_size * m.hidden_size) * width * (cfg.device == "cpu"),
         caches=cfg.slots * (cfg.max_len + 1 + len(users) * (cfg.user_max_len + 1)) * per_token,
         activations=at_once * T * kept * width,
         logits=at_once * log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),

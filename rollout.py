@@ -502,7 +502,7 @@ class Sampler:
         """Caches row r's tokens new[r] behind the starts[r] of its slot → hidden states of each row's last [R, H]. The rows
         are right-padded to a block; what padding leaves in the cache is never read."""
         R, reach, n = len(slots), max(slots) + 1, [len(tokens) for tokens in new]
-        every = max(n) == 1 and 3 * R > 2 * reach  # feed idle slots too: cheaper than gathering keys and values
+        every = max(n) == 1 and 2 * reach < 3 * R  # feed idle slots too: cheaper than gathering keys and values
         rows = slots if every else list(range(R))
         packed = np.zeros((reach if every else R, max(n) + 2), dtype=np.int64)  # ids, start, slot: one transfer
         for row, tokens in zip(rows, new, strict=True):
@@ -538,7 +538,9 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     """A token for each row of logits [R, V] by its u [R], and its log-prob; at temperature 0 the greatest, with its
     log-prob at 1."""
     logp = torch.log_softmax(logits / (temperature or 1.0), -1)
-    token = inverse_cdf(logp, u.to(logits.device)[:, None]) if temperature else logits.argmax(-1, keepdim=True)  # [R, 1]
+    token = (
+        inverse_cdf(logp, u.to(logits.device)[:, None]) if temperature else logits.argmax(-1, keepdim=True)
+    )  # [R, 1]
     pairs = torch.cat([token.double(), logp.gather(-1, token).double()], -1).cpu()  # one transfer
     return pairs[:, 0].long(), pairs[:, 1]
 

@@ -166,9 +166,9 @@ def scores(q, K, s, ahead, n_ahead):
         q0, q1, q2, q3, q4, q5, q6, q7 = q[d], q[d + 1], q[d + 2], q[d + 3], q[d + 4], q[d + 5], q[d + 6], q[d + 7]
         k0, k1, k2, k3, k4, k5, k6, k7 = K[d], K[d + 1], K[d + 2], K[d + 3], K[d + 4], K[d + 5], K[d + 6], K[d + 7]
         for t in range(len(s)):
-            s[t] += (
-                (q0 * widen(k0[t]) + q1 * widen(k1[t])) + (q2 * widen(k2[t]) + q3 * widen(k3[t]))
-            ) + ((q4 * widen(k4[t]) + q5 * widen(k5[t])) + (q6 * widen(k6[t]) + q7 * widen(k7[t])))
+            s[t] += ((q0 * widen(k0[t]) + q1 * widen(k1[t])) + (q2 * widen(k2[t]) + q3 * widen(k3[t]))) + (
+                (q4 * widen(k4[t]) + q5 * widen(k5[t])) + (q6 * widen(k6[t]) + q7 * widen(k7[t]))
+            )
 
 
 @njit(**FAST)

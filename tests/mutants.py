@@ -32,6 +32,7 @@ class Mutant(NamedTuple):
 LOSS, ALGO, WORLD = "test_loss.py::test_", "test_algorithm.py::test_", "test_enumerated.py::test_"
 ROLL, CHAT, MODEL = "test_rollout.py::test_", "test_chat.py::test_", "test_model.py::test_"
 PARITY = MODEL + "logits_and_all_gradients_equal_transformers"
+PACKED = "test_packed.py::test_"
 CACHE = MODEL + "ragged_cached_chunks_equal_one_full_forward"
 
 MUTANTS = {
@@ -203,7 +204,7 @@ MUTANTS = {
         "with a shared system prompt, keys of older weights are copied to every new episode",
         ALGO + "groups_that_teach_nothing_are_refilled_up_to_the_cap"),
     "keys_of_a_freed_slot_read": Mutant(
-        "rollout.py", "keep = len(key) if self.prefixes.get(key) == slot else 0", "keep = len(key)",
+        "rollout.py", "keep = len(key) if self.prefixes.get(key) == slot and self.cached[slot] >= len(key) else 0", "keep = len(key)",
         "an episode reads the beginning of the one that had its slot before",
         ROLL + "a_shared_beginning_is_prefilled_once_and_changes_nothing"),
     "padded_row_off_by_its_padding": Mutant(
@@ -211,9 +212,17 @@ MUTANTS = {
         "short messages prefilled beside long ones get positions too high: they turn to gibberish",
         ROLL + "ragged_turns_equal_one_full_forward"),
     "last_column_instead_of_last_token": Mutant(
-        "rollout.py", "hidden[whole, [n[r] - 1 for r in whole]]", "hidden[whole, -1]",
+        "rollout.py", "hidden[rows, [k - 1 for k in n]]", "hidden[rows, -1]",
         "the first token of a turn is drawn from what follows padding",
-        ROLL + "ragged_turns_equal_one_full_forward"),
+        ROLL + "rows_of_lengths_fifty_times_apart_and_every_boundary"),
+    "a_row_does_not_see_its_newest_token": Mutant(
+        "kernels/decode.py", "np.empty(at[t] + 1, np.float32)", "np.empty(max(at[t], 1), np.float32)",
+        "the sampler is another model than the trainer: the ratio gap is large from the first step on",
+        PACKED + "it_computes_what_the_decoder_computes"),
+    "packed_weights_go_stale": Mutant(
+        "packed.py", "if version == self.version:", "if self.version is not None:",
+        "the sampler goes on with the weights of the first step: the ratio gap grows with every step",
+        PACKED + "weights_written_in_place_are_packed_anew"),
     "temperature_not_in_the_log_probs": Mutant(
         "rollout.py", "logp.gather(-1, token).double()", "logits.log_softmax(-1).gather(-1, token).double()",
         "the ratio is not 1 for an unchanged policy, as soon as --temperature is not 1",
