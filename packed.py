@@ -45,7 +45,7 @@ class Matrix:
 
     def refresh(self) -> None:
         """Packs anew if a weight was written since: each in-place operation counts up `_version`."""
-        version = sum(weight._version for weight in self.weights)
+        version = [(weight.data_ptr(), weight._version) for weight in self.weights]
         if version == self.version:
             return
         weights = [weight.detach() for weight in self.weights]
@@ -100,7 +100,7 @@ class Packed:
     """The fast way through one model."""
 
     def __init__(self, model: Decoder | Base):
-        self.adapters = isinstance(model, Decoder) and model.lora is not None
+        self.base = isinstance(model, Base)  # without adapters
         self.model = model.model if isinstance(model, Base) else model
         if self.model not in _MATRICES:
             _MATRICES[self.model] = Matrices(self.model)
@@ -155,7 +155,7 @@ class Packed:
     def forward(self, ids: np.ndarray, slots: np.ndarray, at: np.ndarray, cache: KVCache) -> Tensor:
         """Token t is ids[t], at position at[t] of slot slots[t] (all [T]; tokens of one slot in their order). Writes keys
         and values, and returns hidden states after the last norm [T, H]."""
-        model, cfg, T, on = self.model, self.model.cfg, len(ids), self.adapters
+        model, cfg, T, on = self.model, self.model.cfg, len(ids), self.model.lora is not None and not self.base
         cos, sin = (numbers(t) for t in model._rope(int(at.max()) + 1))
         x = F.embedding(torch.from_numpy(ids), model.model["embed_tokens"].weight)
         delta, normed = torch.zeros_like(x), torch.empty_like(x)

@@ -63,7 +63,7 @@ def test_half_precision_is_no_further_from_float64_than_the_plain_operations(fam
 def test_adapters_are_on_for_the_policy_and_off_for_its_base():
     model = randomised(VARIANTS[FAMILIES[0]]).float()
     before = copy.deepcopy(model)
-    ids = some_ids(model.cfg, 60).view(3, 20)
+    ids, early = some_ids(model.cfg, 60).view(3, 20), Packed(model)  # made before there were any
     add_lora(model, 3)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -71,8 +71,11 @@ def test_adapters_are_on_for_the_policy_and_off_for_its_base():
                 p.normal_(0, 0.2)
         with_adapters, without = model(ids), before(ids)
         assert (with_adapters - without).abs().max() > 0.01
-        for its, want in ((model, with_adapters), (Base(model), without)):
-            assert torch.allclose(computed(model, ids, PIECES, Packed(its)), want, atol=1e-4)
+        for its, want in ((Packed(model), with_adapters), (early, with_adapters), (Packed(Base(model)), without)):
+            assert torch.allclose(computed(model, ids, PIECES, its), want, atol=1e-4)
+        half = model.bfloat16()  # the same parameters, with other numbers in them
+        error = (computed(half, ids, PIECES, Packed(half)).double() - half(ids).double()).abs().max()
+        assert error < 0.1 * with_adapters.abs().max()
 
 
 def test_weights_written_in_place_are_packed_anew(monkeypatch):
