@@ -13,7 +13,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,14 +247,12 @@ def each(work: Callable[[Batch], Any], batches: list[Batch], policy: models.Deco
     if (n := at_once(batches, policy)) == 1:
         yield from map(work, batches)
     else:
-        with ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) as pool:  # a thread's own setting
-            yield from pool.map(work, batches)
+        yield from models.cores(n).map(work, batches)
 
 
 def at_once(batches: list[Batch], policy: models.Decoder) -> int:
-    """With a small model on a CPU as many micro-batches as torch has threads, each on one core: such a model's operations
-    are too short to be worth sharing among cores, its batches are not. What comes out is the same for any number.
-    """
+    """With a small model on a CPU as many micro-batches as torch has threads, each on one core (`model.cores`). What comes
+    out is the same for any number."""
     small = sum(p.numel() for p in policy.parameters()) <= AT_ONCE
     plain = torch.finfo(policy.head.dtype).bits >= 32 and not policy.head.is_cuda  # no masters that collect gradients
     return max(1, min(torch.get_num_threads(), len(batches))) if small and plain else 1

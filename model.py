@@ -4,8 +4,10 @@ Parameter names are Hugging Face's. Left out on purpose: sliding windows, mixtur
 default/linear/llama3/yarn (model_files.py refuses a checkpoint that needs one of them).
 """
 
+import functools
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,13 @@ class ModelConfig:
     attention_bias: bool = False  # biases on q, k, v (and on o, except in Qwen2)
     qk_norm: bool = False
     max_position_embeddings: int = 2048
+
+
+@functools.cache
+def cores(n: int) -> ThreadPoolExecutor:
+    """n threads, in each of which torch keeps to one core: a small model's operations are too short to be shared out among
+    cores one by one, while micro-batches, or rows that are sampled, go through the whole model side by side."""
+    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))  # a thread's own setting
 
 
 # ---------------------------------------------------------------------------------------------------- the decoder
@@ -399,9 +408,8 @@ class KVCache:
 
     def __init__(self, cfg: ModelConfig, slots: int, max_len: int, dtype=torch.float32, device="cpu", packed=False):
         rows, P, D = (cfg.num_hidden_layers, slots, cfg.num_key_value_heads), max_len + 1, cfg.head_dim
-        zeros = lambda *shape: torch.zeros(
-            *rows, *shape, dtype=dtype, device=device
-        )  # a masked NaN would still be a NaN
+        # Zeros: a masked NaN would still be a NaN.
+        zeros = lambda *shape: torch.zeros(*rows, *shape, dtype=dtype, device=device)
         self.keys = zeros(D, P).transpose(-1, -2) if packed else zeros(P, D)
         self.values = zeros(P, D)
         self.max_len = max_len

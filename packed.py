@@ -11,17 +11,15 @@ this does not: on GPUs, in other number formats, for prompts longer than LONG. W
 - What lies between the products is four calls of compiled code (kernels/decode.py) instead of forty of torch's.
 """
 
-import functools
 import itertools
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import Base, Decoder, KVCache, RMSNorm
+from model import Base, Decoder, KVCache, RMSNorm, cores
 
 try:
     import numba
@@ -91,9 +89,8 @@ class Matrices:
             matrix.refresh()
 
 
-_MATRICES: weakref.WeakKeyDictionary[Decoder, Matrices] = (
-    weakref.WeakKeyDictionary()
-)  # a model and its `Base` share them
+# A model and its `Base` share them.
+_MATRICES: weakref.WeakKeyDictionary[Decoder, Matrices] = weakref.WeakKeyDictionary()
 
 
 class Packed:
@@ -124,25 +121,22 @@ class Packed:
         """Row r's new tokens new[r] follow what its slot holds before starts[r] (slots distinct). Writes their keys and
         values, and draws one more token for each row, by u[r] (`kernels.decode.draw`) → tokens [R], log-probs [R].
 
-        With enough rows each core takes a part of them through the whole model. Their operations are too short to be
-        shared out one by one: threads would spend the time waiting for each other.
+        With enough rows each core takes a part of them through the whole model, of about as many tokens as the others.
         """
+        n, threads = np.array([len(tokens) for tokens in new]), torch.get_num_threads()
         self.matrices.refresh()
-        self.model._rope(
-            max(start + len(tokens) for start, tokens in zip(starts, new, strict=True))
-        )  # made for all parts
-        n = min(torch.get_num_threads(), len(new) // ROWS_A_CORE)
-        if n <= 1:
-            return self._sample(new, slots, starts, u, temperature, cache)
-        tokens = np.cumsum([len(tokens) for tokens in new])
-        cuts = [0, *(np.searchsorted(tokens, tokens[-1] * np.arange(1, n) / n) + 1), len(new)]
-        parts = [slice(a, b) for a, b in itertools.pairwise(cuts) if a < b]
-        work = lambda part: self._sample(new[part], slots[part], starts[part], u[part], temperature, cache)
-        return tuple(map(np.concatenate, zip(*cores(torch.get_num_threads()).map(work, parts), strict=True)))
+        self.model._rope(int((starts + n).max()))  # made here, before the parts look at it
+        parts = min(threads, len(new) // ROWS_A_CORE)
+        if parts <= 1:
+            return self._sample(new, n, slots, starts, u, temperature, cache)
+        total = n.cumsum()
+        cuts = [0, *(np.searchsorted(total, total[-1] * np.arange(1, parts) / parts) + 1), len(new)]
+        work = lambda a, b: self._sample(new[a:b], n[a:b], slots[a:b], starts[a:b], u[a:b], temperature, cache)
+        done = cores(threads).map(work, *zip(*((a, b) for a, b in itertools.pairwise(cuts) if a < b), strict=True))
+        return tuple(map(np.concatenate, zip(*done, strict=True)))
 
     @torch.inference_mode()
-    def _sample(self, new, slots, starts, u, temperature, cache) -> tuple[np.ndarray, np.ndarray]:
-        n = np.array([len(tokens) for tokens in new])
+    def _sample(self, new, n, slots, starts, u, temperature, cache) -> tuple[np.ndarray, np.ndarray]:
         ends = n.cumsum()
         at = np.arange(ends[-1]) + np.repeat(starts - ends + n, n)  # each row's count begins with starts[r]
         ids = np.fromiter(itertools.chain.from_iterable(new), np.int64, ends[-1])
@@ -177,12 +171,6 @@ class Packed:
             delta = down(product, on)
         add_norm(x, delta, model.model["norm"], normed)
         return normed
-
-
-@functools.cache
-def cores(n: int) -> ThreadPoolExecutor:
-    """n threads, in each of which torch keeps to one core."""
-    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))  # a thread's own setting
 
 
 def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm, out: Tensor) -> None:

@@ -412,16 +412,16 @@ class Sampler:
         # A padded batch of beginnings costs a pass through the weights of its own: it waits until it is worth that.
         if self.pending and (self.packed or FRACTION * len(self.pending) >= len(self.active)):
             done = self._begin()
-        lengths = {s: len(self.held[s].ids) - int(self.cached[s]) for s in self.active if self._share(s)}
+        fed = [s for s in self.active if self._share(s)]
+        lengths = {s: min(len(self.held[s].ids) - int(self.cached[s]), CHUNK) for s in fed}
         # The newest token, an end token before it included, is never cached yet.
         assert all(n > 0 for n in lengths.values()), "the cache lost step with a context"
         if lengths:
             done += self._feed(lengths)  # ends with tokens on the host, so that a GPU is done too
             self.steps += 1
-            seconds, decoded = share * (time.perf_counter() - began), sum(n == 1 for n in lengths.values())
-            fed = sum(min(n, CHUNK) for n in lengths.values())
-            self.seconds["decode"] += seconds * decoded / fed
-            self.seconds["prefill"] += seconds * (fed - decoded) / fed
+            each = share * (time.perf_counter() - began) / sum(lengths.values())  # a token's share of the time
+            for n in lengths.values():
+                self.seconds["decode" if n == 1 else "prefill"] += n * each
         return done
 
     # ------------------------------------------------------------ beginning a turn
@@ -477,13 +477,12 @@ class Sampler:
     # ------------------------------------------------------------ one token more
 
     def _feed(self, lengths: dict[int, int]) -> list[Context]:
-        """Caches the next lengths[slot] tokens of each slot, of a long prompt a piece, and samples a token for those that
-        then have everything cached. Returns the contexts whose turn is over."""
+        """Caches the next lengths[slot] tokens of each slot, and samples a token for those that then have everything
+        cached (not those of which a long prompt's piece was fed). Returns the contexts whose turn is over."""
         short = [s for s, n in lengths.items() if n <= LONG] if self.packed else []
-        long = {s: min(n, CHUNK) for s, n in lengths.items() if n > LONG or not self.packed}
-        done = []
+        done, long = [], {s: n for s, n in lengths.items() if n > LONG or not self.packed}
         for batch in [*_batches(long), *([short] if short else [])]:
-            n, starts = [min(lengths[s], CHUNK) for s in batch], self.cached[batch]
+            n, starts = [lengths[s] for s in batch], self.cached[batch]
             new = [self.held[s].ids[at : at + k] for s, at, k in zip(batch, starts.tolist(), n, strict=True)]
             whole = [r for r, s in enumerate(batch) if starts[r] + n[r] == len(self.held[s].ids)]
             rows = [batch[r] for r in whole]
@@ -538,9 +537,8 @@ def draw(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     """A token for each row of logits [R, V] by its u [R], and its log-prob; at temperature 0 the greatest, with its
     log-prob at 1."""
     logp = torch.log_softmax(logits / (temperature or 1.0), -1)
-    token = (
-        inverse_cdf(logp, u.to(logits.device)[:, None]) if temperature else logits.argmax(-1, keepdim=True)
-    )  # [R, 1]
+    greedy = not temperature
+    token = logits.argmax(-1, keepdim=True) if greedy else inverse_cdf(logp, u.to(logits.device)[:, None])  # [R, 1]
     pairs = torch.cat([token.double(), logp.gather(-1, token).double()], -1).cpu()  # one transfer
     return pairs[:, 0].long(), pairs[:, 1]
 
