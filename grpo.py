@@ -34,7 +34,7 @@ from rollout import EXITS, Trajectory
 class Batch:
     """Packed tensors for one forward and backward. B rows right-padded to L; N predicted tokens, those of role AGENT."""
 
-    ids: Tensor  # [B, L] int64; padding is id 0 and can't matter: attention is causal and padding predicts nothing
+    ids: Tensor  # [B, L] int64; padding is id 0 and is never computed
     lengths: Tensor  # [B] tokens of each row that are no padding
     row: Tensor  # [N] which row …
     at: Tensor  # [N] … and which position predicts …
@@ -87,32 +87,36 @@ def micro_batches(
     weights: Sequence[float] | None = None,
     share: bool = False,
 ) -> list[Batch]:
-    """Rows of like length together, each batch at most `tokens` with padding (one row at least).
+    """Batches of at most `tokens` tokens (one row at least); rows that begin alike lie side by side: a group's, and groups
+    with the same policy and tools.
 
-    share: what all rows of a batch have in common at their beginning is computed, and counted, once. Sorted by length
-    and not by group, rows still share what costs most, the policy and the tools: one prefix for several groups.
+    share: what all rows of a batch have in common at their beginning is computed, and counted, once.
     """
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
-    batches: list[tuple[list[int], int]] = []
-    for i in order:
-        L, (chosen, P) = len(rows[i].ids), batches[-1] if batches else ([], 0)
-        P = min(P, common(rows[chosen[0]], rows[i])) if share and chosen else 0
-        if chosen and (len(chosen) + 1) * L - spared(P, len(chosen) + 1, L) <= tokens:
-            batches[-1] = ([*chosen, i], P)
-        else:
-            batches.append(([i], L))
+    batches: list[tuple[list[int], int, int]] = []  # rows, their tokens, how many of these all have in common
+    for i in sorted(range(len(rows)), key=lambda i: rows[i].ids):
+        n = len(rows[i].ids)
+        if batches:
+            chosen, total, P = batches[-1]
+            in_common = min(P, common(rows[chosen[0]], rows[i])) if share else 0
+            before, after = spared(P, len(chosen), total), spared(in_common, len(chosen) + 1, total + n)
+            if total + n - after <= tokens and (
+                after or not before
+            ):  # a row that would end the sharing is another batch's
+                batches[-1] = ([*chosen, i], total + n, in_common)
+                continue
+        batches.append(([i], n, n))
     weights, out = weights or [1.0] * len(rows), []
-    for chosen, P in batches:
+    for chosen, total, P in batches:
         values = ([x[i] for i in chosen] for x in (rows, advantages, weights))
-        out.append(make_batch(*values, P if spared(P, len(chosen), len(rows[chosen[-1]].ids)) else 0))
+        out.append(make_batch(*values, P if spared(P, len(chosen), total) else 0))
     return out
 
 
-def spared(P: int, B: int, L: int) -> int:
-    """The tokens that B rows of L need not compute when they share P; 0 if below a tenth, since a shared prefix has a price:
-    attention under a mask, and copied keys."""
+def spared(P: int, B: int, total: int) -> int:
+    """The tokens that B rows of `total` need not compute when they share P; 0 if below a tenth, since a shared prefix has a
+    price: attention under a mask, and copied keys."""
     saved = P * (B - 1)
-    return saved if saved > B * L / 10 else 0
+    return saved if saved > total / 10 else 0
 
 
 def common(a: Row, b: Row) -> int:
@@ -124,10 +128,11 @@ def common(a: Row, b: Row) -> int:
 
 def logprobs(policy: models.Decoder, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """log π(target) [N] at the sampling temperature, and the entropy there [N]; never holds [B, L, V]."""
-    device = policy.head.device
-    hidden = policy(batch.ids.to(device), batch.lengths.to(device), batch.shared)  # [B, L, H]
-    hidden = hidden[batch.row.to(device), batch.at.to(device)]  # [N, H]
-    return linear_logprob(hidden, policy.head, batch.targets.to(device), temperature)
+    ids, lengths, row, at, targets = (
+        t.to(policy.head.device) for t in (batch.ids, batch.lengths, batch.row, batch.at, batch.targets)
+    )
+    hidden = policy(ids, lengths, batch.shared, (row, at))  # [N, H]
+    return linear_logprob(hidden, policy.head, targets, temperature)
 
 
 def advantages(rewards: Sequence[float | None], kind: str = "grpo", eps: float = 1e-6) -> list[float]:
@@ -244,14 +249,14 @@ def row_mean(x: Tensor, row: Tensor) -> Tensor:
 
 def each(work: Callable[[Batch], Any], batches: list[Batch], policy: models.Decoder) -> Iterator:
     """work(batch) for each, in their order; with a small model on a CPU several at once."""
-    if (n := at_once(batches, policy)) == 1:
+    if at_once(batches, policy) == 1:
         yield from map(work, batches)
     else:
-        yield from models.cores(n).map(work, batches)
+        yield from models.side_by_side(work, batches)
 
 
 def at_once(batches: list[Batch], policy: models.Decoder) -> int:
-    """With a small model on a CPU as many micro-batches as torch has threads, each on one core (`model.cores`). What comes
+    """With a small model on a CPU as many micro-batches as torch has threads, each on one core (`model.side_by_side`). What comes
     out is the same for any number."""
     small = sum(p.numel() for p in policy.parameters()) <= AT_ONCE
     plain = torch.finfo(policy.head.dtype).bits >= 32 and not policy.head.is_cuda  # no masters that collect gradients

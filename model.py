@@ -4,11 +4,13 @@ Parameter names are Hugging Face's. Left out on purpose: sliding windows, mixtur
 default/linear/llama3/yarn (model_files.py refuses a checkpoint that needs one of them).
 """
 
-import functools
 import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,11 +44,25 @@ class ModelConfig:
     max_position_embeddings: int = 2048
 
 
-@functools.cache
-def cores(n: int) -> ThreadPoolExecutor:
-    """n threads, in each of which torch keeps to one core: a small model's operations are too short to be shared out among
-    cores one by one, while micro-batches, or rows that are sampled, go through the whole model side by side."""
-    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))  # a thread's own setting
+_CORES = threading.local()  # .pool, of .n threads: each thread that asks has its own, for the cores that it may use
+
+
+def side_by_side(work: Callable[[Any], Any], parts: Sequence) -> Iterator:
+    """work(part) for each, in their order, in threads in each of which torch keeps to one core: a small model's operations
+    are too short to be shared out among cores one by one, while micro-batches, or rows that are sampled, go through the
+    whole model side by side. If one fails, those that run are waited for."""
+    n = torch.get_num_threads()
+    if getattr(_CORES, "n", 0) != n:
+        pool = ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))  # a thread's own setting
+        _CORES.pool, _CORES.n = pool, n
+    futures = deque(_CORES.pool.submit(work, part) for part in parts)
+    try:
+        while futures:
+            yield futures.popleft().result()
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
 
 
 # ---------------------------------------------------------------------------------------------------- the decoder
@@ -174,39 +190,12 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, rope), rotate(k, rope), v
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], rows: "Rows | None" = None) -> Tensor:
-        """Training: every row holds positions 0..L−1. With `rows`, x is [1, T, H]: rows end to end, without padding where
-        flash attention is at hand, and without the beginning that they share."""
-        q, k, v = self.qkv(x, rope)
-        if rows is None:
-            return self.o_proj(self.causal(q, k, v).flatten(2))
-        if rows.mask is not None:
-            return self.o_proj(self.after_prefix(q, k, v, rows).flatten(1)[None])
-        q, k, v = q[0], *(t[0] if rows.keys is None else t[0].index_select(0, rows.keys) for t in (k, v))
-        span = (rows.starts, rows.key_starts, rows.longest, rows.longest)
-        # Its causal mask holds queries for a row's last tokens. Its backward pass would otherwise sum in any order.
-        out = flash_attn.flash_attn_varlen_func(q, k, v, *span, causal=True, deterministic=True)
-        return self.o_proj(out.flatten(1)[None])
-
-    def causal(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """q [B, L, heads, D], k and v [B, T, kv_heads, D] → [B, L, heads, D]. mask [L, T]: where not plainly causal."""
-        how = {"is_causal": True} if mask is None else {"attn_mask": mask}
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        grouped = self.heads != self.kv_heads
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **how).transpose(1, 2)
-
-    def after_prefix(self, q: Tensor, k: Tensor, v: Tensor, rows: "Rows") -> Tensor:
-        """q, k, v [1, L + (B−1)·C, ·, D]: one whole row, and the last C tokens of others that begin like it → [T, heads, D].
-
-        The others' queries look at the first row's L − C keys, and at their own up to themselves. A gradient comes back to
-        the shared keys from all of them, as the sum that B separate computations of the prefix would give.
-        """
-        L, C = rows.longest, len(rows.mask)
-        own = lambda t: t[0, L:].unflatten(0, (-1, C))  # [B − 1, C, ·, D]
-        seen = lambda t: torch.cat([t[:, : L - C].expand(rows.others, -1, -1, -1), own(t)], 1)  # [B − 1, L, ·, D]
-        first = self.causal(q[:, :L], k[:, :L], v[:, :L])
-        rest = self.causal(own(q), seen(k), seen(v), rows.mask)
-        return torch.cat([first[0], rest.flatten(0, 1)])
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], rows: "Rows") -> Tensor:
+        """Training: x [1, T, H] is rows end to end, without padding and without the beginning that they share."""
+        q, k, v = (t[0] for t in self.qkv(x, rope))
+        if rows.keys is not None:
+            k, v = k.index_select(0, rows.keys), v.index_select(0, rows.keys)
+        return self.o_proj(rows.attend(q, k, v).flatten(1)[None])
 
     def cached(self, x: Tensor, rope, layer: "LayerCache", mask: Tensor | None) -> Tensor:
         """Inference: write this step's keys and values, then attend over all T positions kept. mask [R, 1, L or G·L, T],
@@ -297,35 +286,38 @@ class Decoder(nn.Module):
                 table = self._table = rope_table(self.cfg, max(256, 2 * length), like.device, like.dtype)
         return table
 
-    def forward(self, ids: Tensor, lengths: Tensor | None = None, shared: int = 0) -> Tensor:
-        """Training: ids [B, L] at positions 0..L−1 → hidden [B, L, H]. Attention is causal, so right padding is harmless.
+    def forward(
+        self,
+        ids: Tensor,
+        lengths: Tensor | None = None,
+        shared: int = 0,
+        at: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Training: ids [B, L] at positions 0..L−1 → hidden [B, L, H]; 0 for what is padding by `lengths` [B] (None: nothing
+        is). at: only those of row at[0][i], position at[1][i] → [N, H].
 
-        `shared`: how many tokens all rows have in common at their beginning (fewer than the shortest row has); they are
-        computed once. Where flash attention is to be had and the rows' `lengths` [B] are given, padding isn't even
-        computed, and hidden is 0 there. In both cases rows are laid end to end.
+        `shared`: how many tokens all rows have in common at their beginning (fewer than the shortest row has). They are
+        computed once, and padding not at all: what is computed are the T tokens left, rows end to end.
         """
         B, L = ids.shape
-        packed = lengths is not None and _flash(self.head)
-        if not packed and not shared:
-            rope = tuple(t[:L, None] for t in self._rope(L))  # [L, 1, D]
-            return self._blocks(self.model["embed_tokens"](ids), rope, None)
-        real = torch.arange(L, device=ids.device) < (lengths if packed else ids.new_full((B,), L))[:, None]  # [B, L]
+        lengths = ids.new_full((B,), L) if lengths is None else lengths
+        real = torch.arange(L, device=ids.device) < lengths[:, None]  # [B, L]
         computed = real.clone()
         computed[1:, :shared] = False
         place = (computed.flatten().cumsum(0) - 1).view(B, L)  # of each token in what is computed
         place[:, :shared] = place[0, :shared]
-        rows = _packed_rows(real, computed, place, shared) if packed else _prefix_rows(B, L, shared, self.head)
+        keys = place[real] if shared and B > 1 else None
+        rows = Rows(computed.sum(1), lengths, keys, _flash(self.head))
         rope = tuple(t[computed.nonzero()[:, 1], None] for t in self._rope(L))  # [T, 1, D]
-        x = self._blocks(self.model["embed_tokens"](ids[computed])[None], rope, rows)  # [1, T, H]
-        hidden = x[0].index_select(0, place.flatten()).view(B, L, -1)
-        return hidden * real[..., None] if packed else hidden
-
-    def _blocks(self, x: Tensor, rope: tuple[Tensor, Tensor], rows: "Rows | None") -> Tensor:
+        x = self.model["embed_tokens"](ids[computed])[None]  # [1, T, H]
         attend = lambda attention, h: attention(h, rope, rows)
         for block in self.model["layers"]:
             again = self.checkpointing and torch.is_grad_enabled()
             x = checkpoint(block, x, attend, use_reentrant=False) if again else block(x, attend)
-        return self.model["norm"](x)
+        x = self.model["norm"](x)[0]
+        if at is not None:
+            return x.index_select(0, place[at])
+        return x.index_select(0, place.flatten()).view(B, L, -1) * real[..., None]
 
     def _mask(self, positions: Tensor, T: int) -> Tensor:
         """0 where a position [R, L] may look, −∞ where not: [R, 1, G·L, T], with each row once for every head in a group."""
@@ -371,28 +363,36 @@ def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
     return (hidden @ head.T).float()
 
 
-@dataclass(frozen=True)
 class Rows:
-    """B rows that lie end to end. Row r's queries are tokens starts[r] .. starts[r+1]−1. Its keys are those, or, where a
-    shared beginning is left out of all rows but the first, keys[key_starts[r]] .. keys[key_starts[r+1]−1]."""
+    """B rows that lie end to end, without the beginning that they share but in the first of them.
 
-    longest: int
-    starts: Tensor | None = None  # [B + 1] int32, for flash attention
-    key_starts: Tensor | None = None  # [B + 1] int32
-    keys: Tensor | None = None  # [K]
-    mask: Tensor | None = None  # [C, L] without flash attention: what the last C tokens of the other rows may look at
-    others: int = 0  # B − 1
+    queries [B]: how many tokens of each are there. lengths [B]: how many it has. keys [sum of lengths]: where each row's
+    tokens are, one row after the other; None: there are all of them, in this order.
+    """
 
+    def __init__(self, queries: Tensor, lengths: Tensor, keys: Tensor | None, flash: bool):
+        self.keys, self.flash, self.queries, self.lengths = keys, flash, queries.tolist(), lengths.tolist()
+        if flash:
+            self.starts, self.key_starts = (F.pad(n.cumsum(0), (1, 0)).int() for n in (queries, lengths))  # [B + 1]
 
-def _packed_rows(real: Tensor, computed: Tensor, place: Tensor, shared: int) -> Rows:
-    starts, key_starts = (F.pad(t.sum(1).cumsum(0), (1, 0)).int() for t in (computed, real))
-    return Rows(int(real.sum(1).max()), starts, key_starts, place[real] if shared else None)
-
-
-def _prefix_rows(B: int, L: int, shared: int, like: Tensor) -> Rows:
-    future = torch.ones(L - shared, L, dtype=torch.bool, device=like.device).triu(shared + 1)
-    mask = torch.zeros(future.shape, dtype=like.dtype, device=like.device).masked_fill_(future, -torch.inf)
-    return Rows(L, mask=mask, others=B - 1)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [sum of queries, heads, D], k and v [sum of lengths, kv_heads, D] → like q. Causal: a row's queries are its last
+        positions, and each looks at all that come before it."""
+        if self.flash:
+            span = (self.starts, self.key_starts, max(self.lengths), max(self.lengths))
+            # Its backward pass would otherwise sum in any order.
+            return flash_attn.flash_attn_varlen_func(q, k, v, *span, causal=True, deterministic=True)
+        grouped, out = q.shape[1] != k.shape[1], []
+        parts = (q.split(self.queries), k.split(self.lengths), v.split(self.lengths))
+        for part in zip(*parts, strict=True):
+            q, k, v = (t.transpose(0, 1)[None] for t in part)  # [1, heads, ·, D]
+            C, n = q.shape[2], k.shape[2]
+            how = {"is_causal": True}
+            if n > C:
+                future = torch.ones(C, n, dtype=torch.bool, device=q.device).triu(n - C + 1)
+                how = {"attn_mask": torch.zeros_like(future, dtype=q.dtype).masked_fill_(future, -torch.inf)}
+            out.append(F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **how)[0].transpose(0, 1))
+        return torch.cat(out)
 
 
 def _flash(like: Tensor) -> bool:
@@ -403,14 +403,14 @@ class KVCache:
     """Keys and values of every slot, each [layers, slots, kv_heads, max_len + 1, D]. Position max_len is a bin: padding
     that would fall off the end is written there and never read. `slots` rows, `max_len` tokens each.
 
-    packed: keys lie in memory with their positions side by side instead of their coordinates (kernels/decode.py says why).
+    transposed: keys lie in memory with their positions side by side instead of their coordinates (kernels/decode.py says why).
     """
 
-    def __init__(self, cfg: ModelConfig, slots: int, max_len: int, dtype=torch.float32, device="cpu", packed=False):
+    def __init__(self, cfg: ModelConfig, slots: int, max_len: int, dtype=torch.float32, device="cpu", transposed=False):
         rows, P, D = (cfg.num_hidden_layers, slots, cfg.num_key_value_heads), max_len + 1, cfg.head_dim
         # Zeros: a masked NaN would still be a NaN.
         zeros = lambda *shape: torch.zeros(*rows, *shape, dtype=dtype, device=device)
-        self.keys = zeros(D, P).transpose(-1, -2) if packed else zeros(P, D)
+        self.keys = zeros(D, P).transpose(-1, -2) if transposed else zeros(P, D)
         self.values = zeros(P, D)
         self.max_len = max_len
 

@@ -1,7 +1,7 @@
 """The sampler's way through the decoder on a CPU: the new tokens of all rows end to end, packed weights, compiled kernels.
 
 `Decoder.forward_cached` computes the same with plain torch operations. It is the reference of this file, and serves where
-this does not: on GPUs, in other number formats, for prompts longer than LONG. What is gained:
+this does not: on GPUs, without numba, in other number formats or head sizes, for prompts longer than LONG. What is gained:
 
 - No padding and no waiting. A row that decodes brings one token, one that has heard something brings that, and all go
   through the weights together.
@@ -19,18 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import Base, Decoder, KVCache, RMSNorm, cores
+from model import Base, Decoder, KVCache, RMSNorm, side_by_side
 
 try:
     import numba
 
     from kernels import decode
-except ImportError:  # no numba for this Python yet: slower, not wrong
+except (ImportError, RuntimeError):  # not there, or no folder to keep what it compiles: slower, not wrong
     numba = None
 
 LONG = 64  # more new tokens than this in a row: attention of so many queries is better done as matrix products
-BLOCKED = 2**18  # a matrix of fewer numbers gains nothing by oneDNN's blocks
-ROWS = 16  # the number of rows that these blocks are made for; others work as well
+TILED = 2**18  # a matrix of fewer numbers gains nothing by oneDNN's tiles
+ROWS = 16  # the number of rows that these tiles are made for; others work as well
 ROWS_A_CORE = 4  # with fewer than that, all cores share each product
 
 
@@ -38,29 +38,21 @@ class Matrix:
     """Linear layers that read the same input, as one product. Adapters stay apart: each update changes them."""
 
     def __init__(self, *layers: nn.Module):
-        self.layers, self.version = layers, None
-        self.weights, self.sizes = [layer.weight for layer in layers], [len(layer.weight) for layer in layers]
-
-    def refresh(self) -> None:
-        """Packs anew if a weight was written since: each in-place operation counts up `_version`."""
-        version = [(weight.data_ptr(), weight._version) for weight in self.weights]
-        if version == self.version:
-            return
-        weights = [weight.detach() for weight in self.weights]
-        biases = [bias.detach() for layer in self.layers if (bias := getattr(layer, "bias", None)) is not None]
-        self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self.layers, self.sizes = layers, [len(layer.weight) for layer in layers]
+        weights = [layer.weight.detach() for layer in layers]
+        biases = [bias.detach() for layer in layers if (bias := getattr(layer, "bias", None)) is not None]
+        self.matrix = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.bias = torch.cat(biases) if biases else None
-        self.blocked = self.weight.numel() >= BLOCKED and _onednn(self.weight.dtype)
-        if self.blocked:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS)
-        self.version = version
+        self.tiled = self.matrix.numel() >= TILED and _onednn(self.matrix.dtype)
+        if self.tiled:
+            self.matrix = torch.ops.mkldnn._reorder_linear_weight(self.matrix, ROWS)
 
     def __call__(self, x: Tensor, adapters: bool = False) -> Tensor:
         """x [T, in] → [T, out of all layers]"""
-        if self.blocked:
-            out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if self.tiled:
+            out = torch.ops.mkldnn._linear_pointwise(x, self.matrix, self.bias, "none", [], "")
         else:
-            out = F.linear(x, self.weight, self.bias)
+            out = F.linear(x, self.matrix, self.bias)
         if adapters:
             for layer, part in zip(self.layers, out.split(self.sizes, -1), strict=True):
                 part += layer.adapter(x)
@@ -76,17 +68,13 @@ class Matrices:
     """The matrices of a decoder as `Packed` multiplies by them."""
 
     def __init__(self, model: Decoder):
-        self.blocks = []
+        self.layers = []
         for block in model.model["layers"]:
             attention, mlp = block.self_attn, block.mlp
             qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj)
             gate_up = Matrix(mlp.gate_proj, mlp.up_proj)
-            self.blocks.append((qkv, Matrix(attention.o_proj), gate_up, Matrix(mlp.down_proj)))
+            self.layers.append((qkv, Matrix(attention.o_proj), gate_up, Matrix(mlp.down_proj)))
         self.head = Matrix(model.model["embed_tokens"] if model.lm_head is None else model.lm_head)
-
-    def refresh(self) -> None:
-        for matrix in itertools.chain(*self.blocks, [self.head]):
-            matrix.refresh()
 
 
 # A model and its `Base` share them.
@@ -99,15 +87,22 @@ class Packed:
     def __init__(self, model: Decoder | Base):
         self.base = isinstance(model, Base)  # without adapters
         self.model = model.model if isinstance(model, Base) else model
-        if self.model not in _MATRICES:
-            _MATRICES[self.model] = Matrices(self.model)
-        self.matrices = _MATRICES[self.model]
+        self.weights_changed()
 
     @staticmethod
     def serves(model: Decoder | Base) -> bool:
         head = model.head
         fits = head.dtype in (torch.float32, torch.bfloat16) and model.cfg.head_dim % 8 == 0
-        return numba is not None and not head.is_cuda and fits
+        return numba is not None and head.device.type == "cpu" and fits
+
+    def weights_changed(self) -> None:
+        """Forgets the copies; those of adapters need not be told, there are none."""
+        _MATRICES.pop(self.model, None)
+
+    def matrices(self) -> Matrices:
+        if self.model not in _MATRICES:
+            _MATRICES[self.model] = Matrices(self.model)
+        return _MATRICES[self.model]
 
     def sample(
         self,
@@ -123,16 +118,18 @@ class Packed:
 
         With enough rows each core takes a part of them through the whole model, of about as many tokens as the others.
         """
-        n, threads = np.array([len(tokens) for tokens in new]), torch.get_num_threads()
-        self.matrices.refresh()
-        self.model._rope(int((starts + n).max()))  # made here, before the parts look at it
-        parts = min(threads, len(new) // ROWS_A_CORE)
-        if parts <= 1:
-            return self._sample(new, n, slots, starts, u, temperature, cache)
+        n, parts = np.array([len(tokens) for tokens in new]), torch.get_num_threads()
         total = n.cumsum()
+        if (last := int((starts + n).max())) > cache.max_len:
+            raise ValueError(f"a row ends at {last}, the cache holds {cache.max_len} positions")
+        self.model._rope(last)  # made here, as the matrices are, before the parts look at it
+        self.matrices()
+        if len(new) < ROWS_A_CORE * parts:
+            parts = 1
         cuts = [0, *(np.searchsorted(total, total[-1] * np.arange(1, parts) / parts) + 1), len(new)]
-        work = lambda a, b: self._sample(new[a:b], n[a:b], slots[a:b], starts[a:b], u[a:b], temperature, cache)
-        done = cores(threads).map(work, *zip(*((a, b) for a, b in itertools.pairwise(cuts) if a < b), strict=True))
+        rows = [slice(a, b) for a, b in itertools.pairwise(cuts) if a < b]
+        work = lambda r: self._sample(new[r], n[r], slots[r], starts[r], u[r], temperature, cache)
+        done = [work(rows[0])] if len(rows) == 1 else side_by_side(work, rows)
         return tuple(map(np.concatenate, zip(*done, strict=True)))
 
     @torch.inference_mode()
@@ -141,15 +138,14 @@ class Packed:
         at = np.arange(ends[-1]) + np.repeat(starts - ends + n, n)  # each row's count begins with starts[r]
         ids = np.fromiter(itertools.chain.from_iterable(new), np.int64, ends[-1])
         hidden = self.forward(ids, np.repeat(slots, n), at, cache)  # [T, H]
-        logits = self.matrices.head(hidden if len(hidden) == len(n) else hidden[ends - 1])  # [R, V]
-        tokens, logprobs = np.empty(len(n), np.int64), np.empty(len(n))
-        decode.draw(numbers(logits), u, temperature, tokens, logprobs)
-        return tokens, logprobs
+        logits = self.matrices().head(hidden if len(hidden) == len(n) else hidden[ends - 1])  # [R, V]
+        return decode.draw(numbers(logits), u, temperature)
 
     def forward(self, ids: np.ndarray, slots: np.ndarray, at: np.ndarray, cache: KVCache) -> Tensor:
         """Token t is ids[t], at position at[t] of slot slots[t] (all [T]; tokens of one slot in their order). Writes keys
         and values, and returns hidden states after the last norm [T, H]."""
-        model, cfg, T, on = self.model, self.model.cfg, len(ids), self.model.lora is not None and not self.base
+        model, cfg, T, matrices = self.model, self.model.cfg, len(ids), self.matrices()
+        on = model.lora is not None and not self.base
         cos, sin = (numbers(t) for t in model._rope(int(at.max()) + 1))
         x = F.embedding(torch.from_numpy(ids), model.model["embed_tokens"].weight)
         delta, normed = torch.zeros_like(x), torch.empty_like(x)
@@ -157,9 +153,7 @@ class Packed:
         product = x.new_empty(T, cfg.intermediate_size)
         room = np.empty((T, cfg.num_attention_heads, cfg.head_dim), np.float32)
         weight = lambda norm: numbers(x.new_empty(0) if norm is None else norm.weight)
-        for i, (block, (qkv, o, gate_up, down)) in enumerate(
-            zip(model.model["layers"], self.matrices.blocks, strict=True)
-        ):
+        for i, (block, (qkv, o, gate_up, down)) in enumerate(zip(model.model["layers"], matrices.layers, strict=True)):
             attention = block.self_attn
             add_norm(x, delta, block.input_layernorm, normed)
             decode.attend(

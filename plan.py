@@ -50,7 +50,7 @@ class Need:
     gradients: int
     masters: int  # fp32 copies of trained half-precision weights
     optimizer: int  # AdamW's two moments
-    packed: int  # on a CPU the matrices once more, as the sampler multiplies by them (packed.py)
+    packed: int  # on a CPU the matrices of what is sampled from, once more (packed.py; small ones are no copies there)
     caches: int  # keys and values: the agent's slots and the user's
     activations: int  # one micro-batch, forward and backward
     logits: int  # slices of [T, V], and the gradients of hidden states and output matrix
@@ -127,14 +127,15 @@ def phase(cfg, m: ModelConfig) -> Need:
     users = voices(cfg)
     start = not cfg.lora_rank and bool(cfg.kl or "lm" in users)
     at_once = cfg.threads if everything <= AT_ONCE and width == 4 and cfg.device == "cpu" else 1  # micro-batches
-    copies = start + len(users - {"lm", "self"})  # others are taken to be as large as this
+    others = len(users - {"lm", "self"})  # are taken to be as large as this
+    sampled = 1 + others + (start and "lm" in users)
     return Need(
         weights=everything * width + (trained * 4 if cfg.lora_rank else 0),
-        reference=copies * everything * width,
+        reference=(start + others) * everything * width,
         gradients=trained * 4,
         masters=trained * 4 if half else 0,
         optimizer=round(trained * MOMENTS[cfg.optimizer]),
-        packed=(1 + copies) * (linear + m.vocab_size * m.hidden_size) * width * (cfg.device == "cpu"),
+        packed=sampled * (linear + m.vocab_size * m.hidden_size) * width * (cfg.device == "cpu"),
         caches=cfg.slots * (cfg.max_len + 1 + len(users) * (cfg.user_max_len + 1)) * per_token,
         activations=at_once * T * kept * width,
         logits=at_once * log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),

@@ -297,11 +297,11 @@ def rollout(
 def _apart(engines: list["Sampler"]) -> ThreadPoolExecutor | None:
     """Threads in which samplers step at the same time, each on its share of the cores. None unless all of them compute on
     CPU cores, with weights of their own (`Base` switches adapters)."""
-    n, cores = len(engines), torch.get_num_threads()
+    n, threads = len(engines), torch.get_num_threads()
     whole = all(isinstance(s.model, Decoder) and s.device.type == "cpu" for s in engines)
-    if not whole or len({id(s.model) for s in engines}) < n or not 1 < n <= cores:
+    if not whole or len({id(s.model) for s in engines}) < n or not 1 < n <= threads:
         return None
-    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(cores // n,))  # a thread's own setting
+    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(threads // n,))  # a thread's own setting
 
 
 def _step(engines: list["Sampler"], pool: ThreadPoolExecutor | None) -> Iterable[Context]:
@@ -366,7 +366,7 @@ class Sampler:
         head = model.head
         self.device = head.device
         self.packed = Packed(model) if Packed.serves(model) else None  # None: plain torch, padded
-        self.cache = KVCache(model.cfg, slots, max_len, head.dtype, head.device, packed=self.packed is not None)
+        self.cache = KVCache(model.cfg, slots, max_len, head.dtype, head.device, transposed=self.packed is not None)
         self.held: list[Context | None] = [None] * slots
         self.slot_of: dict[Context, int] = {}  # in order of use: the first has been idle longest
         self.cached = np.zeros(slots, dtype=np.int64)  # how many of its context's tokens a slot holds
@@ -400,6 +400,8 @@ class Sampler:
         assert not self.active, "weights changed while a turn was being sampled"
         self.cached[:] = 0
         self.prefixes.clear()
+        if self.packed:
+            self.packed.weights_changed()
 
     @torch.inference_mode()
     def step(self, share: float = 1.0) -> list[Context]:
@@ -503,15 +505,15 @@ class Sampler:
         R, reach, n = len(slots), max(slots) + 1, [len(tokens) for tokens in new]
         every = max(n) == 1 and 2 * reach < 3 * R  # feed idle slots too: cheaper than gathering keys and values
         rows = slots if every else list(range(R))
-        packed = np.zeros((reach if every else R, max(n) + 2), dtype=np.int64)  # ids, start, slot: one transfer
+        fed = np.zeros((reach if every else R, max(n) + 2), dtype=np.int64)  # ids, start, slot: one transfer
         for row, tokens in zip(rows, new, strict=True):
-            packed[row, : len(tokens)] = tokens
-        packed[:, -2] = self.cached[:reach] if every else starts  # an idle row writes past its own end
-        packed[rows, -1] = slots
-        upto = int(packed[:, -2].max()) + max(n)
-        packed = torch.from_numpy(packed).to(self.device)
-        which = None if every else packed[:, -1]
-        hidden = self.model.forward_cached(packed[:, :-2], self.cache, which, packed[:, -2], upto=upto)  # [R, L, H]
+            fed[row, : len(tokens)] = tokens
+        fed[:, -2] = self.cached[:reach] if every else starts  # an idle row writes past its own end
+        fed[rows, -1] = slots
+        upto = int(fed[:, -2].max()) + max(n)
+        fed = torch.from_numpy(fed).to(self.device)
+        which = None if every else fed[:, -1]
+        hidden = self.model.forward_cached(fed[:, :-2], self.cache, which, fed[:, -2], upto=upto)  # [R, L, H]
         return hidden[rows, [k - 1 for k in n]]
 
     def _take(self, rows: list[int], tokens: list[int], logprobs: list[float]) -> list[Context]:

@@ -4,18 +4,19 @@ Why. A decode step gives each row one token. Its matrix products are as good as 
 forty short operations a layer, and attention that is made for long queries: it reads every row up to where the *longest* one
 ends, under a mask, after gathering the rows out of the cache. Here each row is read where it lies, up to its own end.
 
-Layout. Keys are kept [slots, kv_heads, D, M] (M positions side by side), values [slots, kv_heads, M, D]. Then scores of 16
-neighbouring positions are one vector: s[t] += q[d] · K[d, t], with no sum across a vector's lanes; and so is the weighted sum of
+Layout. Keys are kept [slots, kv_heads, D, M] (M positions side by side), values [slots, kv_heads, M, D]. Then scores of
+neighbouring positions (16 with AVX-512) are one vector: s[t] += q[d] · K[d, t], with no sum across a vector's lanes; and so is the weighted sum of
 values: out[d] += p[t] · V[t, d]. A key is written once, into D lines of the cache, and read once for every later token.
 
-Bytes. A step reads each row's keys and values once, 2 · kv_heads · D numbers a position and layer. Eight keys (four values) are
-taken at a time, so that a score (an output) is loaded and stored once for eight (four) products. The query heads of a group
+Bytes. A step reads each row's keys and values once, 2 · kv_heads · D numbers a position and layer. Eight coordinates of keys (four
+values) are taken at a time, so that a score (an output) is loaded and stored once for eight (four) products. The query heads of a group
 take turns on keys that then lie in the core's own cache.
 
 bf16 comes as its bits (uint16), is widened when loaded and rounded to nearest even when stored; all between is fp32. It is
 rounded where the trainer's operations round, but for attention's probabilities, so that both see nearly the same numbers.
 
-The slow twin is `Decoder.forward_cached` with torch's own operations; tests/test_packed.py holds the two together.
+The slow twin is `Decoder.forward_cached` with torch's own operations; tests/test_packed.py holds this one to float64, and the two
+to the same samples.
 """
 
 import math
@@ -26,9 +27,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 # nnan and ninf stay off: a NaN must come out as one, so that broken weights are noticed.
-FAST = dict(  # noqa: C408
-    cache=True, error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz", "afn"}
-)
+FAST = {"cache": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz", "afn"}}
 
 
 def widen(x):
@@ -37,10 +36,6 @@ def widen(x):
 
 def narrow(x, like):
     """fp32 as it is stored in an array like `like`."""
-
-
-def rounded(x, like):
-    """fp32 as it comes back from there."""
 
 
 @overload(widen, inline="always")
@@ -63,11 +58,10 @@ def _narrow(x, like):
     return lambda x, like: _to_bf16(x)
 
 
-@overload(rounded, inline="always")
-def _rounded(x, like):
-    if isinstance(like.dtype, types.Float):
-        return lambda x, like: np.float32(x)
-    return lambda x, like: widen(_to_bf16(x))
+@njit(inline="always")
+def rounded(x, like):
+    """fp32 as it comes back from there."""
+    return widen(narrow(x, like))
 
 
 @njit(inline="always", **FAST)
@@ -249,19 +243,20 @@ def attend(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, at, q, o
         _read(i, keys, values, slots, at, q, out)
 
 
-BLOCK = 512  # of the vocabulary: sums of so many lead to the one that holds the token
+SPAN = 512  # of the vocabulary: sums of so many lead to the one that holds the token
 
 
 @njit(nogil=True, **FAST)
-def draw(logits, u, temperature, tokens, logprobs):
+def draw(logits, u, temperature):
     """A token of each row's softmax(logits / temperature): where its cumulated probability first exceeds u, never one of
     probability 0; temperature 0: the first of the greatest. logprobs: its log-prob (at temperature 1 if greedy).
 
     logits [R, V], u [R] in [0, 1) → tokens [R], logprobs [R]. Sums are taken in float64.
     """
     R, V = logits.shape
+    tokens, logprobs = np.empty(R, np.int64), np.empty(R)
     scale, p = np.float32(1 / temperature if temperature > 0 else 1), np.empty(V, np.float32)
-    sums = np.empty((V + BLOCK - 1) // BLOCK)
+    sums = np.empty((V + SPAN - 1) // SPAN)
     for r in range(R):
         for i in range(V):
             p[i] = widen(logits[r, i]) * scale
@@ -269,14 +264,14 @@ def draw(logits, u, temperature, tokens, logprobs):
         for i in range(V):
             top = max(top, p[i])
         for b in range(len(sums)):
-            sums[b] = _exponentials(p[b * BLOCK : (b + 1) * BLOCK], top)
+            sums[b] = _exponentials(p[b * SPAN : (b + 1) * SPAN], top)
             total += sums[b]
         target, below, b, token = u[r] * total, 0.0, 0, 0
         if temperature > 0:
             while b < len(sums) - 1 and below + sums[b] <= target:
                 below += sums[b]
                 b += 1
-            for i in range(b * BLOCK, min(V, (b + 1) * BLOCK)):
+            for i in range(b * SPAN, min(V, (b + 1) * SPAN)):
                 if p[i] > 0:
                     token = i
                     below += p[i]
@@ -287,6 +282,7 @@ def draw(logits, u, temperature, tokens, logprobs):
                 token += 1
         tokens[r] = token
         logprobs[r] = np.float64(widen(logits[r, token]) * scale) - top - np.log(total)
+    return tokens, logprobs
 
 
 @njit(**FAST)

@@ -112,13 +112,21 @@ def test_batches_share_what_their_rows_begin_with_and_keep_to_their_size(tokens)
     batches = micro_batches(rows, A, tokens, share=True)
     seen = []
     for b in batches:
-        B, L = b.ids.shape
+        B = len(b.ids)
         assert b.shared < b.lengths.min() and (b.ids[:, : b.shared] == b.ids[0, : b.shared]).all()
-        assert B == 1 or L + (B - 1) * (L - b.shared) <= tokens
+        assert B == 1 or b.lengths.sum() - (B - 1) * b.shared <= tokens
         seen += [tuple(ids[:n].tolist()) for ids, n in zip(b.ids, b.lengths, strict=True)]
     assert sorted(seen) == sorted(r.ids for r in rows)
-    alone = sum(b.ids.numel() for b in micro_batches(rows, A, 100))
-    assert tokens != 100 or sum(b.ids.numel() - b.shared * (len(b.ids) - 1) for b in batches) < 0.75 * alone
+    computed = sum(int(b.lengths.sum()) - b.shared * (len(b.ids) - 1) for b in batches)
+    assert tokens != 100 or computed < 0.75 * sum(len(r.ids) for r in rows)
+
+
+def test_groups_with_prompts_of_their_own_are_kept_apart():
+    """In any order they come: by length alone their batches would share nothing."""
+    rows = [*episodes(1, 8, range(30)), *episodes(2, 8, range(30, 60))]
+    random.Random(0).shuffle(rows)
+    batches = micro_batches(rows, [1.0] * 16, 200, share=True)
+    assert all(b.shared == 30 for b in batches if len(b.ids) > 1) and len(batches) <= 4
 
 
 def test_log_probs_of_tokens_in_the_shared_part_count_for_every_row(either_attention):
