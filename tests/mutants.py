@@ -220,9 +220,9 @@ MUTANTS = {
         "the sampler is another model than the trainer: the ratio gap is large from the first step on",
         PACKED + "it_computes_what_the_decoder_computes"),
     "packed_weights_go_stale": Mutant(
-        "packed.py", "if version == self.version:", "if self.version is not None:",
+        "packed.py", "_MATRICES.pop(self.model, None)", "pass",
         "the sampler goes on with the weights of the first step: the ratio gap grows with every step",
-        PACKED + "weights_written_in_place_are_packed_anew"),
+        PACKED + "weights_that_changed_are_packed_anew"),
     "temperature_not_in_the_log_probs": Mutant(
         "rollout.py", "logp.gather(-1, token).double()", "logits.log_softmax(-1).gather(-1, token).double()",
         "the ratio is not 1 for an unchanged policy, as soon as --temperature is not 1",
