@@ -334,7 +334,7 @@ def sampling_seconds(samplers: dict[str, "Sampler"]) -> dict[str, float]:
 # ---------------------------------------------------------------- the sampler
 
 FRACTION = 8
-CHUNK = 512  # of a longer prompt so much is fed at a time
+CHUNK = 512  # of a longer prompt so much is fed at a time; more than LONG
 SHARED = 32  # a shared beginning shorter than this is not worth copying
 
 

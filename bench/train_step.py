@@ -4,8 +4,8 @@ python bench/train_step.py [--quick] [--threads N] [--python PEERS_PYTHON] [--js
 
 Sixteen episodes of two tasks (8 each), of unequal lengths; a third of what comes after the prompt is the agent's. Both do
 log-probs of the agent's tokens, the loss without KL term, backward, clipping and an AdamW step, in fp32 at SmolLM2-135M's
-shape, and both take four batches to it (TRL: per_device_train_batch_size 4 and gradient accumulation; ours: a quarter of the
-tokens that are to be computed). TRL is
+shape, and none holds more than 4 episodes at a time (TRL: per_device_train_batch_size 4 and gradient accumulation; ours: at
+most a quarter of the tokens that are to be computed, which makes five batches). TRL is
 handed the padded tensors and a tool mask as its own generation would make them; building these is not counted, packing
 ours is. "share of GEMM": 6 FLOPs per weight in the blocks' and the output matrix and token, and attention's, over the time
 and the FLOP/s of a plain matrix product of this model's size in the same process.
@@ -65,7 +65,7 @@ def ours(share: bool, quick: bool):
     model = decoder("smollm2", "fp32", quick)
     rows = episodes(model.cfg.vocab_size, quick)
     computed = sum(len(t.ids) for t in rows) - share * 14 * rows[0].roles.count(Role.SYSTEM)
-    tokens = computed // 4 + 150  # batches are of whole episodes
+    tokens = computed // 4
     cfg = dataclasses.replace(Config(), kl=0.0, minibatches=1, micro_tokens=tokens, share_prefix=share)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     limit = gemm_flops(model.head.dtype)

@@ -106,17 +106,23 @@ def test_frozen_copies_are_counted_where_somebody_needs_them():
     weights, cache = 4 * plan.parameters(m)[0], 4 * 2 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim
     cache *= cfg.slots * (cfg.user_max_len + 1)
     alone = plan.need(dataclasses.replace(cfg, kl=0.0), m)
-    for changes, copies, users in (
-        ({}, 1, 0),
-        ({"kl": 0.0}, 0, 0),
-        ({"kl": 0.0, "user": "lm"}, 1, 1),
-        ({"lora_rank": 4, "user": "lm,frozen:a"}, 1, 2),
-        ({"user": "self,frozen:a,frozen:b"}, 3, 3),
-        ({"kl": 0.0, "user": "self", "domain": "shop"}, 1, 2),
-        ({"kl": 0.0, "user": "self", "domain": "shop", "test_tasks": 0}, 0, 1),
+    # Of the agent alone; what is only asked for log-probs is not packed.
+    packed = alone.packed
+    assert packed == 4 * (plan.parameters(m)[1] + m.vocab_size * m.hidden_size)
+    for changes, copies, users, sampled in (
+        ({}, 1, 0, 1),
+        ({"kl": 0.0}, 0, 0, 1),
+        ({"kl": 0.0, "user": "lm"}, 1, 1, 2),
+        ({"user": "lm"}, 1, 1, 2),
+        ({"lora_rank": 4, "user": "lm,frozen:a"}, 1, 2, 2),
+        ({"user": "self,frozen:a,frozen:b"}, 3, 3, 3),
+        ({"kl": 0.0, "user": "self", "domain": "shop"}, 1, 2, 2),
+        ({"kl": 0.0, "user": "self", "domain": "shop", "test_tasks": 0}, 0, 1, 1),
+        ({"user": "self", "domain": "shop", "test_tasks": 0}, 1, 1, 1),
     ):
         n = plan.need(dataclasses.replace(cfg, **changes), m)
-        assert (n.reference, n.caches - alone.caches) == (copies * weights, users * cache), changes
+        found = n.reference, n.caches - alone.caches, n.packed
+        assert found == (copies * weights, users * cache, sampled * packed), changes
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux only")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_chat import CHAT, TOOLS
 
+import packed
 from chat import Call, Context, Role, Sample, turn_text
 from model import Base, Decoder, KVCache, ModelConfig, add_lora
 from rollout import EXITS, Limits, Sampler, _apart, _batches, converse, inverse_cdf, rollout, sampling_seconds
@@ -272,8 +273,16 @@ def worst_gap(model, contexts, temperature=1.0):
     return float(max(gaps))
 
 
-@pytest.mark.parametrize("slots, temperature", [(3, 0.7), (40, 1.0)])
-def test_ragged_turns_equal_one_full_forward(slots, temperature):
+@pytest.fixture(params=["packed", "padded"])
+def way(request, monkeypatch):
+    """Both ways through the decoder: of CPUs with numba, and of all else (GPUs too)."""
+    if request.param == "padded":
+        monkeypatch.setattr(packed, "numba", None)
+    assert (Sampler(MODEL, CHAT.end_ids, 1, 9).packed is not None) == (request.param == "packed")
+
+
+@pytest.mark.parametrize("slots, temperature", [(3, 0.7), (20, 1.0), (40, 1.0)])
+def test_ragged_turns_equal_one_full_forward(slots, temperature, way):
     sampler = Sampler(MODEL, CHAT.end_ids, slots, 600, temperature)
     contexts = rollout([talk(i, 1 + i % 7) for i in range(28)], {"agent": sampler})
     assert worst_gap(MODEL, contexts, temperature) <= 1e-5
@@ -297,7 +306,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_decodes_like_one_full_forward(family):
+def test_every_family_decodes_like_one_full_forward(family, way):
     """Ragged turns over reused slots, shared beginnings, and one row fifty times as long as the shortest."""
     model = make_model(2, **FAMILIES[family])
     sampler = Sampler(model, CHAT.end_ids, 5, 1500)
@@ -307,9 +316,9 @@ def test_every_family_decodes_like_one_full_forward(family):
     assert lengths[-1] > 8 * lengths[0] and worst_gap(model, contexts) <= 1e-5
 
 
-def test_rows_of_lengths_fifty_times_apart_and_every_boundary():
+def test_rows_of_lengths_fifty_times_apart_and_every_boundary(way):
     """Contexts of 1, 2, 3 … and 600 tokens, with every length around the prefill's chunks, each sampled beside the others."""
-    lengths = [1, 2, 3, 7, 8, 31, 32, 33, 600, 511, 512, 513, 12]
+    lengths = [1, 2, 3, 7, 8, 31, 32, 33, 600, 63, 64, 65, 511, 512, 513, 576, 577, 12]
     contexts = []
     for i, n in enumerate(lengths):
         ctx = Context((i,))
@@ -324,7 +333,7 @@ def test_rows_of_lengths_fifty_times_apart_and_every_boundary():
     assert all(ctx.roles.count(Role.AGENT) == 10 for ctx in contexts) and worst_gap(MODEL, contexts) <= 1e-5
 
 
-def test_end_tokens_are_cached_with_the_next_message():
+def test_end_tokens_are_cached_with_the_next_message(way):
     """An end token is sampled last and never fed: it must come first in the next prefill."""
     ends = frozenset(range(0, CHAT.vocab_size, 3))  # every third token ends a turn
     contexts = rollout([talk(i, 6) for i in range(20)], {"agent": Sampler(MODEL, ends, 20, 800)})
@@ -474,7 +483,7 @@ def test_weights_changed_forgets_every_key():
         sampler.weights_changed()
 
 
-def test_a_shared_beginning_is_prefilled_once_and_changes_nothing():
+def test_a_shared_beginning_is_prefilled_once_and_changes_nothing(way):
     system = "You serve a small shop. " * 8
 
     def run(slots, systems):
@@ -491,7 +500,7 @@ def test_a_shared_beginning_is_prefilled_once_and_changes_nothing():
     assert sampler.prefilled_tokens < sum(len(c.ids) for c in contexts) - 8 * shared
 
 
-def test_the_cache_holds_what_its_invariant_says_at_every_step(monkeypatch):
+def test_the_cache_holds_what_its_invariant_says_at_every_step(monkeypatch, way):
     """Few slots, shared beginnings, turns that end and turns that are cut: each slot's keys are those of its context's first
     n tokens, computed alone; a context being decoded has all but its newest; a shared beginning is where it is said to be."""
     sampler, seen = Sampler(MODEL, CHAT.end_ids, 4, 400), 0
@@ -523,7 +532,7 @@ def test_the_cache_holds_what_its_invariant_says_at_every_step(monkeypatch):
     assert seen > 50 and any(c.ids[-1] not in CHAT.end_ids for c in contexts)
 
 
-def test_long_prompts_are_prefilled_in_pieces():
+def test_long_prompts_are_prefilled_in_pieces(way):
     contexts = []
     for n in (3, 700, 1300):
         ctx = Context((n,))
@@ -554,7 +563,7 @@ def test_two_speakers_with_few_slots_or_one_sampler_never_wait_for_each_other():
         assert [(t.ids, t.exit) for t in rollout(talks(), samplers)] == want
 
 
-def test_idle_contexts_give_way_and_come_back():
+def test_idle_contexts_give_way_and_come_back(way):
     """More open contexts than slots: the one longest idle is dropped, and computed again."""
     sampler = Sampler(MODEL, CHAT.end_ids, 2, 300)
     contexts = [Context((i,)) for i in range(5)]
