@@ -99,9 +99,8 @@ def micro_batches(
             chosen, total, P = batches[-1]
             in_common = min(P, common(rows[chosen[0]], rows[i])) if share else 0
             before, after = spared(P, len(chosen), total), spared(in_common, len(chosen) + 1, total + n)
-            if total + n - after <= tokens and (
-                after or not before
-            ):  # a row that would end the sharing is another batch's
+            ends_sharing = before and not after
+            if total + n - after <= tokens and not ends_sharing:
                 batches[-1] = ([*chosen, i], total + n, in_common)
                 continue
         batches.append(([i], n, n))
@@ -256,8 +255,8 @@ def each(work: Callable[[Batch], Any], batches: list[Batch], policy: models.Deco
 
 
 def at_once(batches: list[Batch], policy: models.Decoder) -> int:
-    """With a small model on a CPU as many micro-batches as torch has threads, each on one core (`model.side_by_side`). What comes
-    out is the same for any number."""
+    """With a small model on a CPU as many micro-batches as torch has threads, each on one core (`model.side_by_side`). What
+    comes out is the same for any number."""
     small = sum(p.numel() for p in policy.parameters()) <= AT_ONCE
     plain = torch.finfo(policy.head.dtype).bits >= 32 and not policy.head.is_cuda  # no masters that collect gradients
     return max(1, min(torch.get_num_threads(), len(batches))) if small and plain else 1

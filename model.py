@@ -307,7 +307,7 @@ class Decoder(nn.Module):
         place = (computed.flatten().cumsum(0) - 1).view(B, L)  # of each token in what is computed
         place[:, :shared] = place[0, :shared]
         keys = place[real] if shared and B > 1 else None
-        rows = Rows(computed.sum(1), lengths, keys, _flash(self.head))
+        rows = Rows(computed.sum(1), lengths, keys, self.head)
         rope = tuple(t[computed.nonzero()[:, 1], None] for t in self._rope(L))  # [T, 1, D]
         x = self.model["embed_tokens"](ids[computed])[None]  # [1, T, H]
         attend = lambda attention, h: attention(h, rope, rows)
@@ -370,10 +370,14 @@ class Rows:
     tokens are, one row after the other; None: there are all of them, in this order.
     """
 
-    def __init__(self, queries: Tensor, lengths: Tensor, keys: Tensor | None, flash: bool):
-        self.keys, self.flash, self.queries, self.lengths = keys, flash, queries.tolist(), lengths.tolist()
-        if flash:
+    def __init__(self, queries: Tensor, lengths: Tensor, keys: Tensor | None, like: Tensor):
+        self.keys, self.flash, self.queries, self.lengths = keys, _flash(like), queries.tolist(), lengths.tolist()
+        if self.flash:
             self.starts, self.key_starts = (F.pad(n.cumsum(0), (1, 0)).int() for n in (queries, lengths))  # [B + 1]
+        elif keys is not None:  # of the longest row but the first; shorter ones are cut out of it
+            C, L = max(self.queries[1:]), max(self.lengths[1:])
+            future = torch.ones(C, L, dtype=torch.bool, device=like.device).triu(L - C + 1)
+            self.mask = torch.zeros(C, L, dtype=like.dtype, device=like.device).masked_fill_(future, -torch.inf)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [sum of queries, heads, D], k and v [sum of lengths, kv_heads, D] → like q. Causal: a row's queries are its last
@@ -383,14 +387,10 @@ class Rows:
             # Its backward pass would otherwise sum in any order.
             return flash_attn.flash_attn_varlen_func(q, k, v, *span, causal=True, deterministic=True)
         grouped, out = q.shape[1] != k.shape[1], []
-        parts = (q.split(self.queries), k.split(self.lengths), v.split(self.lengths))
-        for part in zip(*parts, strict=True):
-            q, k, v = (t.transpose(0, 1)[None] for t in part)  # [1, heads, ·, D]
-            C, n = q.shape[2], k.shape[2]
-            how = {"is_causal": True}
-            if n > C:
-                future = torch.ones(C, n, dtype=torch.bool, device=q.device).triu(n - C + 1)
-                how = {"attn_mask": torch.zeros_like(future, dtype=q.dtype).masked_fill_(future, -torch.inf)}
+        parts = zip(q.split(self.queries), k.split(self.lengths), v.split(self.lengths), strict=True)
+        for q, k, v in parts:
+            how = {"is_causal": True} if len(q) == len(k) else {"attn_mask": self.mask[: len(q), : len(k)]}
+            q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, heads, ·, D]
             out.append(F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **how)[0].transpose(0, 1))
         return torch.cat(out)
 
