@@ -107,7 +107,7 @@ class Config:
     max_len: int = 384  # tokens of the agent's context
     user_max_len: int = 384  # tokens of the user's context
     slots: int = 160  # conversations at once
-    micro_tokens: int = 1024  # padded tokens in one forward and backward
+    micro_tokens: int = 1024  # tokens computed in one forward and backward
     share_prefix: bool = False  # compute once what a batch's episodes begin with in common; too dear for a tiny model
 
     eval_every: int = 10
@@ -156,6 +156,7 @@ def fitted(cfg: Config, domain: str) -> Config:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KEYS = 4  # times micro_tokens: so many keys a micro-batch has at most; of a shared prefix each row has its own copy
 AT_ONCE = 10_000_000  # up to so many fp32 parameters a CPU trains on a micro-batch for each of its threads
 
 

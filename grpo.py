@@ -25,14 +25,14 @@ from torch import Tensor
 
 import model as models
 from chat import Context, Role, UserError
-from config import AT_ONCE, Config
+from config import AT_ONCE, KEYS, Config
 from kernels.logprob import linear_logprob
 from rollout import EXITS, Trajectory
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed tensors for one forward and backward. B rows right-padded to L; N predicted tokens, those of role AGENT."""
+    """Tensors for one forward and backward. B rows right-padded to L; N predicted tokens, those of role AGENT."""
 
     ids: Tensor  # [B, L] int64; padding is id 0 and is never computed
     lengths: Tensor  # [B] tokens of each row that are no padding
@@ -99,8 +99,8 @@ def micro_batches(
             chosen, total, P = batches[-1]
             in_common = min(P, common(rows[chosen[0]], rows[i])) if share else 0
             before, after = spared(P, len(chosen), total), spared(in_common, len(chosen) + 1, total + n)
-            ends_sharing = before and not after
-            if total + n - after <= tokens and not ends_sharing:
+            fits = total + n - after <= tokens and total + n <= KEYS * tokens
+            if fits and after >= before:  # not dearer than a batch apart
                 batches[-1] = ([*chosen, i], total + n, in_common)
                 continue
         batches.append(([i], n, n))

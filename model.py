@@ -7,7 +7,7 @@ default/linear/llama3/yarn (model_files.py refuses a checkpoint that needs one o
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -47,22 +47,32 @@ class ModelConfig:
 _CORES = threading.local()  # .pool, of .n threads: each thread that asks has its own, for the cores that it may use
 
 
-def side_by_side(work: Callable[[Any], Any], parts: Sequence) -> Iterator:
-    """work(part) for each, in their order, in threads in each of which torch keeps to one core: a small model's operations
-    are too short to be shared out among cores one by one, while micro-batches, or rows that are sampled, go through the
-    whole model side by side. If one fails, those that run are waited for."""
-    n = torch.get_num_threads()
+def keep_to_cores(n: int) -> None:
+    """In this thread torch uses n cores from now on. Asked first, since a thread that has never asked takes over whatever
+    any other thread set last."""
+    torch.get_num_threads()
+    torch.set_num_threads(n)
+
+
+def side_by_side(work: Callable[[Any], Any], parts: Iterable) -> Iterator:
+    """work(part) for each, in their order, in threads that keep to one core: a small model's operations are too short to be
+    shared out among cores one by one, while micro-batches, or rows that are sampled, go through the whole model side by
+    side. At most one more than there are threads is begun or waits to be taken. If one fails, those that run are waited for.
+    """
+    n, begun = torch.get_num_threads(), deque()
     if getattr(_CORES, "n", 0) != n:
-        pool = ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))  # a thread's own setting
-        _CORES.pool, _CORES.n = pool, n
-    futures = deque(_CORES.pool.submit(work, part) for part in parts)
+        _CORES.pool, _CORES.n = ThreadPoolExecutor(n, initializer=keep_to_cores, initargs=(1,)), n
     try:
-        while futures:
-            yield futures.popleft().result()
+        for part in parts:
+            if len(begun) > n:
+                yield begun.popleft().result()
+            begun.append(_CORES.pool.submit(work, part))
+        while begun:
+            yield begun.popleft().result()
     finally:
-        for future in futures:
+        for future in begun:
             future.cancel()
-        wait(futures)
+        wait(begun)
 
 
 # ---------------------------------------------------------------------------------------------------- the decoder
@@ -305,7 +315,7 @@ class Decoder(nn.Module):
         computed = real.clone()
         computed[1:, :shared] = False
         place = (computed.flatten().cumsum(0) - 1).view(B, L)  # of each token in what is computed
-        place[:, :shared] = place[0, :shared]
+        place[1:, :shared] = place[0, :shared]
         keys = place[real] if shared and B > 1 else None
         rows = Rows(computed.sum(1), lengths, keys, self.head)
         rope = tuple(t[computed.nonzero()[:, 1], None] for t in self._rope(L))  # [T, 1, D]
@@ -317,7 +327,7 @@ class Decoder(nn.Module):
         x = self.model["norm"](x)[0]
         if at is not None:
             return x.index_select(0, place[at])
-        return x.index_select(0, place.flatten()).view(B, L, -1) * real[..., None]
+        return x.index_select(0, place.flatten()).view(B, L, -1).masked_fill(~real[..., None], 0)
 
     def _mask(self, positions: Tensor, T: int) -> Tensor:
         """0 where a position [R, L] may look, −∞ where not: [R, 1, G·L, T], with each row once for every head in a group."""
@@ -482,8 +492,8 @@ class Base:
     def __init__(self, model: Decoder):
         self.model, self.cfg, self.head = model, model.cfg, model.head
 
-    def __call__(self, *args) -> Tensor:
-        return self._without_adapters(self.model, *args)
+    def __call__(self, *args, **options) -> Tensor:
+        return self._without_adapters(self.model, *args, **options)
 
     def forward_cached(self, *args, **options) -> Tensor:
         return self._without_adapters(self.model.forward_cached, *args, **options)

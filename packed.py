@@ -87,7 +87,7 @@ class Packed:
     def __init__(self, model: Decoder | Base):
         self.base = isinstance(model, Base)  # without adapters
         self.model = model.model if isinstance(model, Base) else model
-        self.weights_changed()
+        _MATRICES.pop(self.model, None)  # of weights as they were at another time, perhaps
 
     @staticmethod
     def serves(model: Decoder | Base) -> bool:
@@ -96,8 +96,9 @@ class Packed:
         return numba is not None and head.device.type == "cpu" and fits
 
     def weights_changed(self) -> None:
-        """Forgets the copies; those of adapters need not be told, there are none."""
-        _MATRICES.pop(self.model, None)
+        """Forgets the copies. Under adapters, which are never copied, the weights stay as they are."""
+        if self.model.lora is None:
+            _MATRICES.pop(self.model, None)
 
     def matrices(self) -> Matrices:
         if self.model not in _MATRICES:

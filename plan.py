@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from chat import UserError
-from config import AT_ONCE
+from config import AT_ONCE, KEYS
 from domains import find
 from kernels.logprob import SLICE
 from model import ModelConfig
@@ -124,6 +124,8 @@ def phase(cfg, m: ModelConfig) -> Need:
     T, layers = max(cfg.micro_tokens, cfg.max_len), m.num_hidden_layers  # one row at least, however long
     block = block_activations(m, cfg.lora_rank)
     kept = 2 * m.hidden_size + (layers * m.hidden_size + block if cfg.checkpointing else layers * block)
+    keys = 2 * m.num_key_value_heads * m.head_dim * (1 if cfg.checkpointing else layers)
+    copied = (KEYS - 1) * keys if cfg.share_prefix else 0
     users = voices(cfg)
     start = not cfg.lora_rank and bool(cfg.kl or "lm" in users)
     at_once = cfg.threads if everything <= AT_ONCE and width == 4 and cfg.device == "cpu" else 1  # micro-batches
@@ -132,12 +134,14 @@ def phase(cfg, m: ModelConfig) -> Need:
     return Need(
         weights=everything * width + (trained * 4 if cfg.lora_rank else 0),
         reference=(start + others) * everything * width,
-        gradients=trained * 4,
+        gradients=trained
+        * 4
+        * (at_once + 2 if at_once > 1 else 1),  # of each batch that is begun or waits (side_by_side)
         masters=trained * 4 if half else 0,
         optimizer=round(trained * MOMENTS[cfg.optimizer]),
         packed=sampled * (linear + m.vocab_size * m.hidden_size) * width * (cfg.device == "cpu"),
         caches=cfg.slots * (cfg.max_len + 1 + len(users) * (cfg.user_max_len + 1)) * per_token,
-        activations=at_once * T * kept * width,
+        activations=at_once * T * (kept + copied) * width,
         logits=at_once * log_probs(m, T, width, cfg.device.partition(":")[0], head_trained=not cfg.lora_rank),
     )
 

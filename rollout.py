@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from chat import Call, Chat, Context, Malformed, Role, Sample, Say, ToolCalls, turn_text
-from model import Decoder, KVCache, logits_of
+from model import Decoder, KVCache, keep_to_cores, logits_of
 from packed import LONG, Packed
 from user_sim import Wait
 
@@ -301,7 +301,7 @@ def _apart(engines: list["Sampler"]) -> ThreadPoolExecutor | None:
     whole = all(isinstance(s.model, Decoder) and s.device.type == "cpu" for s in engines)
     if not whole or len({id(s.model) for s in engines}) < n or not 1 < n <= threads:
         return None
-    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(threads // n,))  # a thread's own setting
+    return ThreadPoolExecutor(n, initializer=keep_to_cores, initargs=(threads // n,))
 
 
 def _step(engines: list["Sampler"], pool: ThreadPoolExecutor | None) -> Iterable[Context]:

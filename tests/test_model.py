@@ -151,7 +151,7 @@ def test_float64_equals_transformers(cfg, tmp_path, monkeypatch):
     assert max(gradients.values()) < 1e-10
 
 
-def test_right_padding_changes_nothing():
+def test_what_comes_later_changes_nothing():
     cfg = VARIANTS["qwen3 tied"]
     model, ids = randomised(cfg), some_ids(cfg, 1, 12)
     longer = torch.cat([ids, some_ids(cfg, 1, 7, seed=9)], 1)
@@ -798,20 +798,30 @@ def flash(monkeypatch):
     monkeypatch.setattr(model_module, "_flash", lambda like: True)
 
 
+@pytest.mark.parametrize("with_flash", [False, True])
 @every_variant
-def test_packed_training_rows_equal_padded_ones(cfg, flash):
+def test_rows_end_to_end_equal_each_row_alone(cfg, with_flash, request):
+    """Hidden states and gradients; padding is 0, in a row beside one that is not finite too."""
+    if with_flash:
+        request.getfixturevalue("flash")
     model, ids, lengths = randomised(cfg).double(), some_ids(cfg, 3, 20), torch.tensor([20, 1, 13])
-    packed, padded = model(ids, lengths), model(ids)
+    together = model(ids, lengths)
+    alone = [model(row[None, :n])[0] for row, n in zip(ids, lengths.tolist(), strict=True)]
     real = torch.arange(20) < lengths[:, None]
-    torch.testing.assert_close(packed[real], padded[real], rtol=1e-10, atol=1e-10)
-    assert not packed[~real].any()
+    torch.testing.assert_close(together[real], torch.cat(alone), rtol=1e-10, atol=1e-10)
+    assert not together[~real].any()
+    where = torch.tensor([0, 2, 1]), torch.tensor([19, 5, 0])
+    torch.testing.assert_close(model(ids, lengths, 0, where), together[where], rtol=1e-10, atol=1e-10)
     grads = []
-    for hidden in (packed, padded):
+    for hidden in (together[real], torch.cat(alone)):
         model.zero_grad()
-        hidden[real].square().sum().backward()
+        hidden.square().sum().backward()
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        model.model["norm"].weight.fill_(math.nan)
+        assert not model(ids, lengths)[~real].any()
 
 
 @every_variant

@@ -199,6 +199,10 @@ def test_side_by_side_keeps_the_order_and_waits_when_one_fails():
         assert ended == [1]
         assert list(side_by_side(work, [5, 2, 7, 3])) == [5, 2, 7, 3]
         assert set(side_by_side(lambda i: torch.get_num_threads(), range(4))) == {1}
+        begun, taken = [], []
+        for i in side_by_side(lambda i: begun.append(i) or i, range(20)):
+            taken.append(i)
+            assert len(begun) - len(taken) <= 3  # each holds a gradient
     finally:
         torch.set_num_threads(before)
 

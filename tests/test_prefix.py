@@ -10,7 +10,7 @@ from test_model import PlainFlash, every_variant, randomised, some_ids, tiny, wi
 
 import model as model_module
 from chat import Role
-from config import Config
+from config import KEYS, Config
 from grpo import Guard, common, grpo_loss, logprobs, micro_batches, update
 from rollout import Trajectory
 from run import Clock
@@ -32,7 +32,7 @@ def gradients(model, hidden, pull):
 def both_ways(model, shared, lengths, L=20):
     """(hidden, gradients) computed with the first `shared` tokens once, and in each row. Padding has no part in it."""
     ids, lengths = some_ids(model.cfg, len(lengths), L), torch.tensor(lengths)
-    ids[:, :shared] = ids[0, :shared]
+    ids[1:, :shared] = ids[0, :shared]
     real = (torch.arange(L) < lengths[:, None])[..., None]
     pull = torch.randn(*ids.shape, model.cfg.hidden_size, dtype=model.head.dtype) * real
     for prefix in (shared, 0):
@@ -52,7 +52,9 @@ def test_hidden_states_and_gradients_equal_the_unshared_computation(cfg, either_
             assert (grad - wanted_grads[name]).abs().max() <= close * scale(wanted_grads[name]), name
 
 
-@pytest.mark.parametrize("shared, lengths", [(1, [20, 20]), (19, [20, 20, 20]), (10, [11, 11, 11]), (3, [4, 20])])
+@pytest.mark.parametrize(
+    "shared, lengths", [(9, [20]), (1, [20, 20]), (19, [20, 20, 20]), (10, [11, 11, 11]), (3, [4, 20])]
+)
 def test_any_split_of_prefix_and_rest(shared, lengths, either_attention):
     (hidden, grads), (wanted, wanted_grads) = both_ways(randomised(tiny()).double(), shared, lengths)
     torch.testing.assert_close(hidden, wanted, rtol=1e-10, atol=1e-10)
@@ -117,16 +119,31 @@ def test_batches_share_what_their_rows_begin_with_and_keep_to_their_size(tokens)
         assert B == 1 or b.lengths.sum() - (B - 1) * b.shared <= tokens
         seen += [tuple(ids[:n].tolist()) for ids, n in zip(b.ids, b.lengths, strict=True)]
     assert sorted(seen) == sorted(r.ids for r in rows)
-    computed = sum(int(b.lengths.sum()) - b.shared * (len(b.ids) - 1) for b in batches)
-    assert tokens != 100 or computed < 0.75 * sum(len(r.ids) for r in rows)
+    assert tokens < 100 or computed(batches) < 0.75 * sum(len(r.ids) for r in rows)
 
 
-def test_groups_with_prompts_of_their_own_are_kept_apart():
-    """In any order they come: by length alone their batches would share nothing."""
+def computed(batches):
+    return sum(int(b.lengths.sum()) - b.shared * (len(b.ids) - 1) for b in batches)
+
+
+@pytest.mark.parametrize("tokens", [200, 10_000])
+def test_groups_with_prompts_of_their_own_are_kept_apart(tokens):
+    """In any order they come, and if there is room for all of them in one batch: it would share nothing."""
     rows = [*episodes(1, 8, range(30)), *episodes(2, 8, range(30, 60))]
     random.Random(0).shuffle(rows)
-    batches = micro_batches(rows, [1.0] * 16, 200, share=True)
+    batches = micro_batches(rows, [1.0] * 16, tokens, share=True)
     assert all(b.shared == 30 for b in batches if len(b.ids) > 1) and len(batches) <= 4
+
+
+@pytest.mark.parametrize("tokens", [300, 600, 1200, 5000])
+def test_a_larger_batch_is_never_dearer(tokens):
+    """Six groups with the same policy and a long beginning of their own: another group's row would leave only the policy to
+    be shared. Each row's own tokens, and each group's beginning once for each batch, are all that is computed."""
+    rows = [t for g in range(6) for t in episodes(g, 8, [*range(20), *([20 + g] * 60)])]
+    batches = micro_batches(rows, [1.0] * len(rows), tokens, share=True)
+    own = sum(len(t.ids) - 80 for t in rows)
+    assert computed(batches) <= own + 80 * len(batches) and len(batches) <= 6 * (2 + 600 // tokens)
+    assert all(int(b.lengths.sum()) <= KEYS * tokens for b in batches)
 
 
 def test_log_probs_of_tokens_in_the_shared_part_count_for_every_row(either_attention):

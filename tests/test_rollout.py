@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +12,7 @@ from test_chat import CHAT, TOOLS
 
 import packed
 from chat import Call, Context, Role, Sample, turn_text
-from model import Base, Decoder, KVCache, ModelConfig, add_lora
+from model import Base, Decoder, KVCache, ModelConfig, add_lora, keep_to_cores
 from rollout import EXITS, Limits, Sampler, _apart, _batches, converse, inverse_cdf, rollout, sampling_seconds
 
 LIMITS = Limits(max_turns=4, max_new=60, max_len=400, max_malformed=2)
@@ -391,6 +392,16 @@ def test_samplers_step_apart_only_with_cores_and_weights_of_their_own(threads):
     assert _apart([a, b]) and not any(map(_apart, ([a, c], [a], [a, b, c], adapters)))
     threads(1)
     assert not _apart([a, b])
+
+
+def test_a_threads_cores_are_its_own(threads):
+    """torch hands a thread that has never asked what any other thread set last."""
+    threads(4)
+    with ThreadPoolExecutor(1, initializer=keep_to_cores, initargs=(2,)) as pool:
+        pool.submit(int).result()
+        with ThreadPoolExecutor(1, initializer=keep_to_cores, initargs=(1,)) as other:
+            assert other.submit(torch.get_num_threads).result() == 1
+        assert pool.submit(torch.get_num_threads).result() == 2 and torch.get_num_threads() == 4
 
 
 def test_each_sampler_has_its_share_of_the_cores_and_the_scheduler_keeps_its_own(threads):
