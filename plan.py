@@ -110,7 +110,7 @@ def need(cfg, m: ModelConfig) -> Need:
     learning = phase(cfg, m)
     if not cfg.sft_steps:
         return learning
-    cold_start = phase(replace(cfg, lora_rank=0, optimizer="adamw"), m)  # trains all weights, alone
+    cold_start = phase(replace(cfg, lora_rank=0, optimizer="adamw", share_prefix=False), m)  # trains all weights, alone
     return max(learning, replace(cold_start, reference=0, packed=0, caches=0), key=Need.total)
 
 
