@@ -220,9 +220,17 @@ MUTANTS = {
         "the sampler is another model than the trainer: the ratio gap is large from the first step on",
         PACKED + "it_computes_what_the_decoder_computes"),
     "packed_weights_go_stale": Mutant(
-        "packed.py", "_MATRICES.pop(self.model, None)", "pass",
+        "packed.py", "if self.model.lora is None:", "if False:",
         "the sampler goes on with the weights of the first step: the ratio gap grows with every step",
         PACKED + "weights_that_changed_are_packed_anew"),
+    "joining_costs_the_sharing": Mutant(
+        "grpo.py", "if fits and after >= before:", "if fits:",
+        "training takes as long with the shared prefix as without it, or longer with a larger --micro-tokens",
+        "test_prefix.py::test_a_larger_batch_is_never_dearer"),
+    "shared_keys_hide_the_own_token": Mutant(
+        "model.py", "triu(L - C + 1)", "triu(L - C)",
+        "with --share-prefix the ratio gap is large in the first minibatch",
+        "test_prefix.py::test_hidden_states_and_gradients_equal_the_unshared_computation"),
     "temperature_not_in_the_log_probs": Mutant(
         "rollout.py", "logp.gather(-1, token).double()", "logits.log_softmax(-1).gather(-1, token).double()",
         "the ratio is not 1 for an unchanged policy, as soon as --temperature is not 1",
@@ -293,7 +301,7 @@ MUTANTS = {
     "attention_sees_the_future": Mutant(
         "model.py", '"is_causal": True', '"is_causal": False',
         "training looks excellent, sampling is no better than before",
-        MODEL + "right_padding_changes_nothing"),
+        MODEL + "what_comes_later_changes_nothing"),
     "cached_rows_off_by_one": Mutant(
         "model.py", "positions = starts[:, None] + torch.arange(L", "positions = starts[:, None] + 1 + torch.arange(L",
         "every cached token stands one too far: a key of nothing comes first", CACHE),
