@@ -248,18 +248,14 @@ def row_mean(x: Tensor, row: Tensor) -> Tensor:
 
 def each(work: Callable[[Batch], Any], batches: list[Batch], policy: models.Decoder) -> Iterator:
     """work(batch) for each, in their order; with a small model on a CPU several at once."""
-    if at_once(batches, policy) == 1:
-        yield from map(work, batches)
-    else:
-        yield from models.side_by_side(work, batches)
+    yield from (models.side_by_side if at_once(batches, policy) else map)(work, batches)
 
 
-def at_once(batches: list[Batch], policy: models.Decoder) -> int:
-    """With a small model on a CPU as many micro-batches as torch has threads, each on one core (`model.side_by_side`). What
-    comes out is the same for any number."""
+def at_once(batches: list[Batch], policy: models.Decoder) -> bool:
+    """With a small model on a CPU, as many micro-batches as torch has threads. What comes out is the same for any number."""
     small = sum(p.numel() for p in policy.parameters()) <= AT_ONCE
     plain = torch.finfo(policy.head.dtype).bits >= 32 and not policy.head.is_cuda  # no masters that collect gradients
-    return max(1, min(torch.get_num_threads(), len(batches))) if small and plain else 1
+    return small and plain and min(torch.get_num_threads(), len(batches)) > 1
 
 
 def backward(loss_of: Callable[[Batch], tuple[Tensor, Any]], batches: list[Batch], policy: models.Decoder) -> list:
@@ -267,7 +263,7 @@ def backward(loss_of: Callable[[Batch], tuple[Tensor, Any]], batches: list[Batch
 
     Batches at once must not add to one .grad as they finish: it would be another sum each time.
     """
-    if at_once(batches, policy) == 1:
+    if not at_once(batches, policy):
         out = []
         for batch in batches:
             loss, more = loss_of(batch)

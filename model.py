@@ -318,8 +318,9 @@ class Decoder(nn.Module):
         place[1:, :shared] = place[0, :shared]
         keys = place[real] if shared and B > 1 else None
         rows = Rows(computed.sum(1), lengths, keys, self.head)
-        rope = tuple(t[computed.nonzero()[:, 1], None] for t in self._rope(L))  # [T, 1, D]
-        x = self.model["embed_tokens"](ids[computed])[None]  # [1, T, H]
+        row, position = computed.nonzero(as_tuple=True)
+        rope = tuple(t[position, None] for t in self._rope(L))  # [T, 1, D]
+        x = self.model["embed_tokens"](ids[row, position])[None]  # [1, T, H]
         attend = lambda attention, h: attention(h, rope, rows)
         for block in self.model["layers"]:
             again = self.checkpointing and torch.is_grad_enabled()
@@ -381,10 +382,13 @@ class Rows:
     """
 
     def __init__(self, queries: Tensor, lengths: Tensor, keys: Tensor | None, like: Tensor):
-        self.keys, self.flash, self.queries, self.lengths = keys, _flash(like), queries.tolist(), lengths.tolist()
+        self.keys, self.flash = keys, _flash(like)
         if self.flash:
             self.starts, self.key_starts = (F.pad(n.cumsum(0), (1, 0)).int() for n in (queries, lengths))  # [B + 1]
-        elif keys is not None:  # of the longest row but the first; shorter ones are cut out of it
+            self.longest = int(lengths.max())
+            return
+        self.queries, self.lengths = queries.tolist(), lengths.tolist()
+        if keys is not None:  # of the longest row but the first; shorter ones are cut out of it
             C, L = max(self.queries[1:]), max(self.lengths[1:])
             future = torch.ones(C, L, dtype=torch.bool, device=like.device).triu(L - C + 1)
             self.mask = torch.zeros(C, L, dtype=like.dtype, device=like.device).masked_fill_(future, -torch.inf)
@@ -393,7 +397,7 @@ class Rows:
         """q [sum of queries, heads, D], k and v [sum of lengths, kv_heads, D] → like q. Causal: a row's queries are its last
         positions, and each looks at all that come before it."""
         if self.flash:
-            span = (self.starts, self.key_starts, max(self.lengths), max(self.lengths))
+            span = (self.starts, self.key_starts, self.longest, self.longest)
             # Its backward pass would otherwise sum in any order.
             return flash_attn.flash_attn_varlen_func(q, k, v, *span, causal=True, deterministic=True)
         grouped, out = q.shape[1] != k.shape[1], []

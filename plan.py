@@ -125,18 +125,17 @@ def phase(cfg, m: ModelConfig) -> Need:
     block = block_activations(m, cfg.lora_rank)
     kept = 2 * m.hidden_size + (layers * m.hidden_size + block if cfg.checkpointing else layers * block)
     keys = 2 * m.num_key_value_heads * m.head_dim * (1 if cfg.checkpointing else layers)
-    copied = (KEYS - 1) * keys if cfg.share_prefix else 0
+    copied = (KEYS - 1) * keys if cfg.share_prefix else 0  # what rows attend to beyond what is computed
     users = voices(cfg)
     start = not cfg.lora_rank and bool(cfg.kl or "lm" in users)
     at_once = cfg.threads if everything <= AT_ONCE and width == 4 and cfg.device == "cpu" else 1  # micro-batches
+    held = at_once + 2 if at_once > 1 else 1  # the sum, and of each batch that is begun or waits (model.side_by_side)
     others = len(users - {"lm", "self"})  # are taken to be as large as this
     sampled = 1 + others + (start and "lm" in users)
     return Need(
         weights=everything * width + (trained * 4 if cfg.lora_rank else 0),
         reference=(start + others) * everything * width,
-        gradients=trained
-        * 4
-        * (at_once + 2 if at_once > 1 else 1),  # of each batch that is begun or waits (side_by_side)
+        gradients=trained * 4 * held,
         masters=trained * 4 if half else 0,
         optimizer=round(trained * MOMENTS[cfg.optimizer]),
         packed=sampled * (linear + m.vocab_size * m.hidden_size) * width * (cfg.device == "cpu"),

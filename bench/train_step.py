@@ -64,8 +64,8 @@ def flops(cfg, rows: list) -> float:
 def ours(share: bool, quick: bool):
     model = decoder("smollm2", "fp32", quick)
     rows = episodes(model.cfg.vocab_size, quick)
-    computed = sum(len(t.ids) for t in rows) - share * 14 * rows[0].roles.count(Role.SYSTEM)
-    tokens = computed // 4
+    beginning = rows[0].roles.count(Role.SYSTEM) if share else 0  # computed once in each of the two groups
+    tokens = (sum(len(t.ids) for t in rows) - (len(rows) - 2) * beginning) // 4
     cfg = dataclasses.replace(Config(), kl=0.0, minibatches=1, micro_tokens=tokens, share_prefix=share)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     limit = gemm_flops(model.head.dtype)

@@ -5,12 +5,13 @@ forty short operations a layer, and attention that is made for long queries: it 
 ends, under a mask, after gathering the rows out of the cache. Here each row is read where it lies, up to its own end.
 
 Layout. Keys are kept [slots, kv_heads, D, M] (M positions side by side), values [slots, kv_heads, M, D]. Then scores of
-neighbouring positions (16 with AVX-512) are one vector: s[t] += q[d] · K[d, t], with no sum across a vector's lanes; and so is the weighted sum of
-values: out[d] += p[t] · V[t, d]. A key is written once, into D lines of the cache, and read once for every later token.
+neighbouring positions (16 with AVX-512) are one vector: s[t] += q[d] · K[d, t], with no sum across a vector's lanes; and so is the
+weighted sum of values: out[d] += p[t] · V[t, d]. A key is written once, into D lines of the cache, and read once for every later
+token.
 
-Bytes. A step reads each row's keys and values once, 2 · kv_heads · D numbers a position and layer. Eight coordinates of keys (four
-values) are taken at a time, so that a score (an output) is loaded and stored once for eight (four) products. The query heads of a group
-take turns on keys that then lie in the core's own cache.
+Bytes. A step reads each row's keys and values once, 2 · kv_heads · D numbers a position and layer. Eight coordinates of keys
+(four values) are taken at a time, so that a score (an output) is loaded and stored once for eight (four) products. The query
+heads of a group take turns on keys that then lie in the core's own cache.
 
 bf16 comes as its bits (uint16), is widened when loaded and rounded to nearest even when stored; all between is fp32. It is
 rounded where the trainer's operations round, but for attention's probabilities, so that both see nearly the same numbers.
